@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .groups.sets import region as region
     from .lifecycle.block import offloaded as offloaded
     from .lifecycle.block import swapped as swapped
+    from .lifecycle.callbacks import on_generation as on_generation
     from .lifecycle.callbacks import on_offload as on_offload
     from .lifecycle.callbacks import on_reload as on_reload
     from .lifecycle.callbacks import on_report as on_report
@@ -60,7 +61,7 @@ _HOMES = {
     "groups.selection": "StrategyPolicy",
     "groups.sets": "region",
     "lifecycle.block": "offloaded swapped",
-    "lifecycle.callbacks": "on_offload on_reload on_report",
+    "lifecycle.callbacks": "on_generation on_offload on_reload on_report",
     "lifecycle.install": "install is_installed uninstall",
     "lifecycle.offload": "offload",
     "lifecycle.pending": "Pending",
@@ -76,7 +77,8 @@ _MOVED = {
         process_group_scope resolve_mesh_dims
     """,
     "errors": """
-        GroupDestroyedError GroupPickleError InsufficientMemoryError InvalidOptionError
+        BorrowedError GroupDestroyedError GroupPickleError InsufficientMemoryError
+        InvalidOptionError
         NotInstalledError PatchConflictError PendingError RebuildError ReleaseError
     """,
     "extend": "GroupState Installation",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "BorrowedError",
     "DisagreementError",
     "GroupDestroyedError",
     "GroupOffloadedError",
@@ -23,6 +24,7 @@ __all__ = [
     "ReleaseError",
     "ReloadpgError",
     "RendezvousTimeoutError",
+    "UnsupportedTorchError",
 ]
 
 
@@ -42,6 +44,18 @@ class PatchConflictError(ReloadpgError):
     """Other patches are in place than those asked for; nothing was changed."""
 
 
+class UnsupportedTorchError(ReloadpgError):
+    """The installed torch lacks names that reloadpg uses; nothing was changed.
+
+    Attributes:
+        missing: the names, with their modules.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
 class GroupOffloadedError(ReloadpgError):
     """A group was used while it owns no communicator.
 
@@ -58,6 +72,14 @@ class GroupOffloadedError(ReloadpgError):
 
 class GroupDestroyedError(ReloadpgError):
     """A group was used after ``destroy_process_group``, ``shutdown`` or ``abort``."""
+
+
+class BorrowedError(ReloadpgError):
+    """An offload would invalidate what other code holds of a group, or a handle has ended.
+
+    Raised by ``offload``, on the ranks that know the holder, before anything is changed; and by
+    each use of a backend object that belongs to an earlier generation of its group.
+    """
 
 
 class GroupPickleError(ReloadpgError):

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .groups.proxy import GroupState as GroupState
 from .lifecycle.install import Installation as Installation
+from .lifecycle.install import reload_world as reload_world
 
-__all__ = ["GroupState", "Installation"]
+__all__ = ["GroupState", "Installation", "reload_world"]

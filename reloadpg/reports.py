@@ -11,6 +11,7 @@ from typing import Any
 from .texts import counted, described, mebibytes, table
 
 __all__ = [
+    "Borrowed",
     "BypassedGroup",
     "Fault",
     "GroupReport",
@@ -39,6 +40,7 @@ class GroupReport:
         reason: the reason for this strategy, if there was a choice.
         bytes: bytes that its communicator reported when it was released; None if the backend
             reports none.
+        pinned_bytes: the part of them that a suspend has copied to pinned host memory.
     """
 
     name: str
@@ -51,6 +53,7 @@ class GroupReport:
     reason: str = ""
     bytes: int | None = None
     set: str = "trainer"
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,38 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Borrowed:
+    """Something that other code has taken out of a reloadable group.
+
+    Attributes:
+        group: name of the group.
+        what: ``backend``, ``communicator pointer``, ``window``, ``abort hook``, ``memory pool`` or
+            ``symmetric memory``.
+        by: the module that took it.
+        where: file and line of the call; empty if unknown.
+        generation: the generation of the group that it belongs to.
+        ended: whether this generation has ended.
+        raw: whether a use after the end of the generation is not detected: a use after free.
+    """
+
+    group: str
+    what: str
+    by: str
+    where: str
+    generation: int
+    ended: bool = False
+    raw: bool = False
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        state = ", which has ended" if self.ended else ""
+        return (
+            f"group {self.group!r}: {self.what} taken by {self.by}{place}, of generation "
+            f"{self.generation}{state}"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """The record of one call of ``offload``, ``reload`` or ``recover`` on this rank.
 
@@ -121,6 +156,7 @@ class Report:
             all ranks.
         sets: the sets that it was called for: ``all``, their names separated by commas, or ``all
             but`` and names.
+        borrowed: what other code holds of the groups of this operation; see :class:`Borrowed`.
     """
 
     operation: str
@@ -141,6 +177,7 @@ class Report:
     faults: tuple[Fault, ...] = ()
     replaced: tuple[int, ...] = ()
     sets: str = "all"
+    borrowed: tuple[Borrowed, ...] = ()
 
     @property
     def phases_ms(self) -> dict[str, float]:
@@ -190,6 +227,14 @@ class Report:
         """
         return self.moved_bytes if self.operation == "reload" else None
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that an offload has copied to pinned host memory on this rank, to suspend groups.
+
+        NCCL keeps such a copy of all that a suspend releases, until the reload.
+        """
+        return sum(group.pinned_bytes for group in self.groups)
+
     def to_dict(self) -> dict[str, float | int | str | bool]:
         """Scalars with flat names (``offload/total_ms``), for metrics loggers.
 
@@ -207,6 +252,7 @@ class Report:
             **{f"{name}_ms": ms for name, ms in self.phases_ms.items()},
             "released_bytes": self.released_bytes,
             "restored_bytes": self.restored_bytes,
+            "pinned_bytes": self.pinned_bytes or None,
             "warnings": len(self.warnings),
             "changed": self.changed,
             "failed": bool(self.error),
@@ -225,6 +271,7 @@ class Report:
             "memory_source": self.memory_source,
             "released_bytes": self.released_bytes,
             "restored_bytes": self.restored_bytes,
+            "pinned_bytes": self.pinned_bytes,
         }
 
     def to_json(self) -> str:
@@ -240,6 +287,8 @@ class Report:
         if moved is not None:
             verb = "released" if self.operation == "offload" else "restored"
             memory = f", {mebibytes(moved)} {verb} ({self.memory_source})"
+        if self.pinned_bytes:
+            memory += f", {mebibytes(self.pinned_bytes)} pinned on the host"
         return (
             f"{self.operation}{'' if self.sets == 'all' else f' of {self.sets}'}: "
             f"{counted(len(self.groups), 'group')} in {self.total_ms:.1f} ms"
@@ -403,6 +452,8 @@ class Status:
         sets: the sets of groups that this rank knows, by name.
         kept: communicators of a rollout engine in this process that are no process groups, by name,
             with what frees their memory: an offload leaves them as they are.
+        borrowed: what other code holds of the reloadable groups; see :class:`Borrowed`.
+        off: whether nothing is installed because of ``RELOADPG=off``.
     """
 
     installed: bool
@@ -424,6 +475,8 @@ class Status:
     running: OperationStatus | None = None
     sets: Mapping[str, SetStatus] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    borrowed: tuple[Borrowed, ...] = ()
+    off: bool = False
 
     @property
     def memory_bytes(self) -> int | None:
@@ -448,6 +501,7 @@ class Status:
             "bypassed": self.bypassed,
             "unmanaged": len(self.unmanaged),
             "unfinished": len(self.unfinished),
+            "borrowed": len(self.borrowed),
             "memory_bytes": self.memory_bytes,
             "failed": bool(self.last_error),
             "running": self.running is not None,
@@ -482,6 +536,7 @@ class Status:
         if len(self.sets) > 1:
             lines += [f"set {name}: {one.state}" for name, one in self.sets.items()]
         lines += [f"not a process group, kept: {text}" for text in self.kept.values()]
+        lines += [f"borrowed: {one}" for one in self.borrowed]
         rows = []
         for g in self.groups:
             desc = described(g.desc, g.ranks)

@@ -22,6 +22,16 @@ LOG_WAIT = "RELOADPG_LOG_WAIT_S"
 """Environment variable: seconds of a wait before the first message. Later messages come after 2, 4,
 8 times as long."""
 
+NCCL = "RELOADPG_NCCL"
+"""Environment variable: NVIDIA's host code of NCCL, which :mod:`reloadpg.testing.standins` runs."""
+
+OFF = "RELOADPG"
+"""Environment variable: ``off`` makes ``install`` and all operations do nothing in this process."""
+
+IS_OFF = f"{OFF}=off: reloadpg does nothing in this process"
+
+_OFF_VALUES, _ON_VALUES = frozenset({"off", "0"}), frozenset({"", "on", "1"})
+
 VARIABLES = frozenset(
     {
         "RELOADPG_AUTOINSTALL",
@@ -30,6 +40,7 @@ VARIABLES = frozenset(
         GRACE,
         "RELOADPG_LOG_LEVEL",
         LOG_WAIT,
+        NCCL,
         "RELOADPG_RANK_LOADING",
         STATUS_DIR,
         "RELOADPG_STRATEGY",
@@ -37,6 +48,11 @@ VARIABLES = frozenset(
     }
 )
 """The environment variables that this library reads."""
+
+
+def is_off(environ: Mapping[str, str]) -> bool:
+    """Whether ``RELOADPG=off`` is set. Local, pure."""
+    return environ.get(OFF, "").strip().lower() in _OFF_VALUES
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -59,8 +75,14 @@ def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
         what: what is refused, for the message.
 
     Raises:
-        InvalidOptionError: a variable begins with ``RELOADPG_`` and is unknown.
+        InvalidOptionError: a variable begins with ``RELOADPG_`` and is unknown, or ``RELOADPG`` is
+            neither on nor off.
     """
+    if environ.get(OFF, "").strip().lower() not in _OFF_VALUES | _ON_VALUES:
+        raise InvalidOptionError(
+            f"{what}: {OFF}={environ[OFF]!r} is neither on nor off; nothing was changed. "
+            "Set it to off, or unset it."
+        )
     unknown = unknown_variables(environ)
     if unknown:
         raise InvalidOptionError(

@@ -21,7 +21,7 @@ if WORLD.startswith("nccl") and not os.path.exists("/dev/nvidiactl"):
 
     standins.enable()  # before torch is imported
 
-pytest.register_assert_rewrite(
+REWRITTEN = (
     "cli_process",
     "consumer_run",
     "consumer_tests",
@@ -31,29 +31,30 @@ pytest.register_assert_rewrite(
     "test_megatron",
     "test_mesh",
 )
+"""Modules whose asserts pytest explains, although they are no test files."""
 
-# Tests without a world, or always with the same one, run once: not in a bound world again.
-collect_ignore = [
-    f"{name}.py"
-    for name in (
-        "groups/test_creation",
-        "groups/test_dispatch",
-        "groups/test_patches",
-        "groups/test_selection",
-        "lifecycle/test_autoinstall",
-        "lifecycle/test_callbacks",
-        "lifecycle/test_exits",
-        "lifecycle/test_memory",
-        "lifecycle/test_recoverable",
-        "lifecycle/test_strategy",
-        "rendezvous/test_plan",
-        "rendezvous/test_round",
-        "rendezvous/test_store_client",
-        "rendezvous/test_worker_thread",
-        "observability/test_trace",
-    )
-    if WORLD != "unbound"
-]
+pytest.register_assert_rewrite(*REWRITTEN)
+
+ONE_WORLD = (
+    "groups/test_creation",
+    "groups/test_dispatch",
+    "groups/test_patches",
+    "groups/test_selection",
+    "lifecycle/test_autoinstall",
+    "lifecycle/test_callbacks",
+    "lifecycle/test_exits",
+    "lifecycle/test_memory",
+    "lifecycle/test_recoverable",
+    "lifecycle/test_strategy",
+    "rendezvous/test_plan",
+    "rendezvous/test_round",
+    "rendezvous/test_store_client",
+    "rendezvous/test_worker_thread",
+    "observability/test_trace",
+)
+"""Tests without a world, or always with the same one: they do not run in another world again."""
+
+collect_ignore = [f"{name}.py" for name in ONE_WORLD if WORLD != "unbound"]
 
 NOT_ON_NCCL = {
     "groups/test_replay.py::test_creating_function_receives": "simulated",

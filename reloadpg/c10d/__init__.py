@@ -1,20 +1,35 @@
 """Every use of torch's private names, and every branch on torch's version.
 
-Seen on torch 2.8.0, 2.13.0 and 2.15.0. The other packages never import a name with a leading
-underscore from torch. Each function states what it relies on. This module lists what the other
-packages use.
+Seen on torch 2.8.0, 2.13.0 and 2.15.0. The other packages use no name of torch with a leading
+underscore; a class of theirs that is a process group or a backend defines methods of such names.
+:mod:`.needs` lists all names, and a torch without one that the core uses is refused here. This
+module lists what the other packages use.
 """
 
 from __future__ import annotations
 
 import torch  # noqa: F401 - first: RELOADPG_AUTOINSTALL installs at its end
 
+from .needs import describe_needs as describe_needs
+from .needs import missing as missing
+from .needs import refuse_missing as refuse_missing
+
+refuse_missing("reloadpg")
+
+from .backends import COMPLETION_HOOK as COMPLETION_HOOK
+from .backends import NO_ERROR as NO_ERROR
+from .backends import CppBackend as CppBackend
 from .backends import abort_all as abort_all
 from .backends import abort_groups as abort_groups
 from .backends import aborted_groups as aborted_groups
 from .backends import add_backends as add_backends
+from .backends import await_hooks as await_hooks
+from .backends import backend_for as backend_for
 from .backends import completed_work as completed_work
+from .backends import connects_eagerly as connects_eagerly
 from .backends import connects_without_timeout as connects_without_timeout
+from .backends import device_types as device_types
+from .backends import gloo_options as gloo_options
 from .backends import group_of_backends as group_of_backends
 from .backends import is_communication_error as is_communication_error
 from .backends import is_connected as is_connected
@@ -22,6 +37,11 @@ from .backends import live_backends as live_backends
 from .backends import memory_stats as memory_stats
 from .backends import options_of as options_of
 from .backends import raise_for_aborted as raise_for_aborted
+from .backends import sequence_number as sequence_number
+from .backends import set_desc as set_desc
+from .backends import set_name as set_name
+from .backends import wraps_backends as wraps_backends
+from .creation import COMPILERS_NEW_GROUP as COMPILERS_NEW_GROUP
 from .creation import CreationByMembers as CreationByMembers
 from .creation import batch_coalesced as batch_coalesced
 from .creation import batching_refuses_subclasses as batching_refuses_subclasses
@@ -38,6 +58,7 @@ from .creation import owner_of as owner_of
 from .creation import part_of_split as part_of_split
 from .creation import sorts_ranks as sorts_ranks
 from .engine_variables import nccl_is_concerned as nccl_is_concerned
+from .engine_variables import nccl_settings as nccl_settings
 from .engine_variables import recovery_settings as recovery_settings
 from .engine_variables import release_cautions as release_cautions
 from .engine_variables import torchcomms_obstacle as torchcomms_obstacle
@@ -49,14 +70,13 @@ from .inspection import on_collective_error as on_collective_error
 from .inspection import register_debug_handler as register_debug_handler
 from .inspection import registered as registered
 from .inspection import skip_in_compiled_code as skip_in_compiled_code
+from .inspection import symmetric_memory_groups as symmetric_memory_groups
 from .inspection import table_sizes as table_sizes
 from .inspection import unfinished_collectives as unfinished_collectives
 from .locks import LOCKS as LOCKS
 from .locks import Lock as Lock
 from .locks import needs_one_thread as needs_one_thread
 from .locks import shares_lock as shares_lock
-from .meta import provide_meta_collectives as provide_meta_collectives
-from .meta import run_backward_in as run_backward_in
 from .nccl_suspend import nccl_version as nccl_version
 from .nccl_suspend import resume as resume
 from .nccl_suspend import suspend as suspend
@@ -65,6 +85,7 @@ from .saves import SAVER as SAVER
 from .saves import SAVERS as SAVERS
 from .saves import recording_save as recording_save
 from .saves import saves_on as saves_on
+from .solitary import solitary_backend as solitary_backend
 from .stores import clone_store as clone_store
 from .stores import is_store_host as is_store_host
 from .stores import rendezvous_keys as rendezvous_keys
@@ -96,17 +117,22 @@ from .tables import take_generation as take_generation
 from .tables import take_place as take_place
 from .tables import world as world
 from .timeouts import get_timeouts as get_timeouts
+from .timeouts import set_timeout as set_timeout
 from .timeouts import set_timeouts as set_timeouts
+from .timeouts import timeout_of as timeout_of
 from .training import copy_tensors as copy_tensors
 from .training import held_gradients as held_gradients
 from .training import leaves_of as leaves_of
 from .training import parameters_of as parameters_of
 from .training import refuse_unfinished as refuse_unfinished
+from .training import registered_buffers as registered_buffers
+from .training import registered_parameters as registered_parameters
 from .training import remake_step as remake_step
 from .training import replicas_of as replicas_of
 from .training import reset_pipeline as reset_pipeline
 from .training import reset_step as reset_step
 from .training import scaler_stages as scaler_stages
 from .training import set_scaler_stages as set_scaler_stages
+from .training import stages_of as stages_of
 from .training import step_flags as step_flags
 from .training import training_obstacle as training_obstacle

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import Backend as CppBackend
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    Store,
-    _create_work_from_future,
-)
-from torch.distributed import DistBackendError, DistError, ProcessGroup, Work
+from torch._C import _distributed_c10d as _cpp
+from torch.distributed import DistBackendError, DistError, ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d as _c10d
 from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
-from .tables import device_backends, known_groups, label_of
+from .tables import close_coalescing, device_backends, known_groups, label_of, world
 
 GLOO = getattr(_c10d, "ProcessGroupGloo", None)
 
+
 _GLOO_SAYS = ("/gloo/", "Application timeout caused pair closure", "Connection closed by peer")
+
+CppBackend = _cpp.Backend
+"""The class of backend objects; ``torch.distributed.Backend`` is that of their names."""
+
+NO_ERROR = _cpp.ErrorType.SUCCESS
+"""What a backend's ``get_error()`` returns without an error."""
 
 
 def completed_work() -> Work:
     """A completed Work, for a call that must not return None."""
     future: Future[Any] = Future()
     future.set_result([])
-    return cast(Work, _create_work_from_future(future))
+    return cast(Work, cast(Any, _cpp)._create_work_from_future(future))
 
 
 def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppBackend]:
@@ -36,8 +40,65 @@ def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppB
     found: dict[str, CppBackend] = {}
     for device in devices:
         with suppress(RuntimeError, AttributeError):
-            found[device] = group._get_backend(torch.device(device))
+            found[device] = backend_for(group, torch.device(device))
     return found
+
+
+def backend_for(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend object of a group for a device. Raises RuntimeError without one.
+
+    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch wraps each backend in one that only implements
+    the collectives, and raises RuntimeError or does nothing in all other methods (2.8 to 2.15).
+    """
+    found = group._get_backend(device)
+    return found.wrapped_pg if isinstance(found, _WRAPPERS) else found
+
+
+def wraps_backends() -> bool:
+    """Whether torch wraps the backends that it creates now, because of its debug level. Local."""
+    return torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
+
+
+_WRAPPERS = (_cpp._ProcessGroupWrapper,) if hasattr(_cpp, "_ProcessGroupWrapper") else ()
+
+
+def connects_eagerly(backend: CppBackend) -> bool:
+    """Whether a backend connects without a collective, by ``eager_connect_single_device``.
+
+    Torch's base class has the method and does nothing; gloo connects at its creation.
+    """
+    own = getattr(type(backend), "eager_connect_single_device", None)
+    known = backend.name().startswith(("gloo", "nccl"))
+    return own is not None and (known or own is not CppBackend.eager_connect_single_device)
+
+
+COMPLETION_HOOK = "_register_on_completion_hook"
+"""The method of a group that registers a completion hook."""
+
+
+def await_hooks(group: ProcessGroup) -> None:
+    """Wait until the completion hooks of a group have been called. Local, blocking."""
+    group._wait_for_pending_works()
+
+
+def device_types(group: ProcessGroup) -> list[torch.device]:
+    """The devices for which a group has a backend."""
+    return list(group._device_types)
+
+
+def set_name(group: ProcessGroup, name: str) -> None:
+    """Set the name of a group that is in no table."""
+    group._set_group_name(cast(Any, name))
+
+
+def set_desc(group: ProcessGroup, desc: str) -> None:
+    """Set the description of a group that torch created."""
+    group._set_group_desc(desc)
+
+
+def sequence_number(group: ProcessGroup) -> int:
+    """The number of collectives that were started on a group. RuntimeError if it is not counted."""
+    return int(cast(Any, group)._get_sequence_number_for_group())
 
 
 def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
@@ -47,6 +108,16 @@ def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
         if options is not None and not isinstance(options, getattr(GLOO, "_Options", ())):
             return cast(object, options)
     return None
+
+
+def gloo_options(timeout: timedelta | None, device: object = None) -> Any:
+    """Options of a gloo backend; ``device`` is of gloo: by default one for torch's interface."""
+    options = cast(Any, GLOO)._Options()
+    if timeout is not None:
+        options._timeout = timeout
+    if device is not None:
+        options._devices = [device]
+    return options
 
 
 def is_connected(backend: CppBackend) -> bool:
@@ -153,5 +224,17 @@ def abort_groups(groups: Sequence[ProcessGroup]) -> None:
 
 
 def abort_all() -> None:
-    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking."""
-    _c10d._abort_process_group()
+    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking.
+
+    An abort that raises ends torch's function, which then leaves all groups in its tables. So it is
+    called again before the error is raised.
+    """
+    if world() is None:
+        return  # another thread has aborted them
+    try:
+        _c10d._abort_process_group()
+    except Exception:
+        if (default := world()) is not None:
+            close_coalescing(default)  # in which torch 2.15 aborts them
+            _c10d._abort_process_group()
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import threading
@@ -14,12 +15,14 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup, device_mesh
+from torch.distributed import PrefixStore, ProcessGroup, Store, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
 from .backends import live_backends
 from .tables import Asked, create_without_backends, ranks_of, store_of
+
+COMPILERS_NEW_GROUP = "_new_group_with_tag"
+"""The function with which torch's compiler creates its groups."""
 
 
 def creator_modules() -> tuple[ModuleType, ...]:
@@ -119,6 +122,7 @@ class _Hooks:
             "_is_barrier_after_init": self._is_barrier_after_init,
             "_new_process_group_helper": self._helper,
         }
+        self._placed: dict[str, Callable[..., Any]] = {}
         self._covered: set[str] = set()
         """Hooks that other code has wrapped. They are kept, and called through its wrapper."""
 
@@ -128,7 +132,11 @@ class _Hooks:
                 current = getattr(_c10d, name)
                 if name not in self._covered or current is self._originals[name]:
                     self._originals[name] = current
-                    setattr(_c10d, name, hook)
+                    # The check of torch's names reads the signature, also while a thread that was
+                    # abandoned is in a block.
+                    placed = functools.update_wrapper(functools.partial(hook), current)
+                    self._placed[name] = placed
+                    setattr(_c10d, name, placed)
             self._users += 1
         self._local.creation = creation
 
@@ -137,8 +145,8 @@ class _Hooks:
         with self._lock:
             self._users -= 1
             # The originals are kept: a caller may have looked a hook up just before.
-            for name, hook in self._hooks.items() if self._users == 0 else ():
-                if getattr(_c10d, name) is hook:
+            for name in self._hooks if self._users == 0 else ():
+                if getattr(_c10d, name) is self._placed[name]:
                     setattr(_c10d, name, self._originals[name])
                     self._covered.discard(name)
                 else:

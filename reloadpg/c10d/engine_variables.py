@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import lru_cache
 
 import torch
 from torch.distributed import distributed_c10d as _c10d
@@ -42,6 +43,31 @@ if hasattr(_c10d, "ProcessGroupNCCL2"):
     # A dump with stack traces continues in a thread that is never joined. That thread acquires the
     # GIL while the interpreter exits, which ends the process with SIGABRT (seen on 2.15.0).
     _RECOVERY_SETTINGS["TORCH_INCLUDE_STACK_TRACE"] = ("0", "")
+
+
+def nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Settings of NCCL with their origin; environment variables take precedence over files. Local.
+
+    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
+    ``/etc/nccl.conf``; the first value of a name counts. It reads them once per process, and so
+    does this function.
+    """
+    prefixes = ("NCCL_", "TORCH_NCCL_")
+    found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
+    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **found}
+
+
+@lru_cache
+def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    own = named or (os.path.join(home, ".nccl.conf") if home else "")
+    for path in filter(None, (own, "/etc/nccl.conf")):
+        with suppress(OSError), open(path, errors="replace") as file:
+            for line in file:
+                name, equals, value = line.partition("=")
+                if equals and not name.lstrip().startswith("#"):
+                    found.setdefault(name.strip(), (value.strip(), path))
+    return found
 
 
 def recovery_settings(

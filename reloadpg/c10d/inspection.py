@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-import torch
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C import _distributed_c10d as _cpp
 from torch.distributed import distributed_c10d as _c10d
 
+from .needs import missing, refuse_missing
 from .tables import tables_by_group
 
 _LASTING_NS = 5_000_000_000
@@ -32,10 +32,11 @@ def table_sizes() -> dict[str, int]:
 
 def registered(names: Iterable[str]) -> frozenset[str]:
     """Return the names that are in the C++ registry, which cannot be listed. Local."""
+    refuse_missing("a check of the groups that a test leaves", "tests")
 
     def is_registered(name: str) -> bool:
         try:
-            return _resolve_process_group(cast(Any, name)) is not None
+            return _cpp._resolve_process_group(cast(Any, name)) is not None
         except (RuntimeError, ValueError):
             return False
 
@@ -51,13 +52,13 @@ def unfinished_collectives(most: int) -> list[str]:
     Seen on 2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the
     recorder is on by default. ``ProcessGroupNCCL2`` (2.15) has a separate one.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    if dump is None:  # built without NCCL
+    dump = getattr(_cpp, "_dump_nccl_trace", None)
+    if dump is None or missing("status"):  # built without NCCL, or a torch that has changed
         return []
     arguments = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": True}
     entries = pickle.loads(dump(**arguments)).get("entries", [])
-    if hasattr(torch._C._distributed_c10d, "FlightRecorderHook"):
-        other = cast(Any, torch._C._distributed_c10d)._dump_fr_trace(**arguments, backend="nccl2")
+    if hasattr(_cpp, "FlightRecorderHook"):
+        other = cast(Any, _cpp)._dump_fr_trace(**arguments, backend="nccl2")
         entries += pickle.loads(other).get("entries", [])
     found, latest = [], time.time_ns() - _LASTING_NS
     for one in [one for one in entries if one["time_created_ns"] <= latest][-most:]:
@@ -70,6 +71,16 @@ def unfinished_collectives(most: int) -> list[str]:
     return found
 
 
+def symmetric_memory_groups() -> dict[str, tuple[str, str]]:
+    """The names of the groups with symmetric memory, each with the module and the function.
+
+    ``enable_symm_mem_for_group`` keeps each group's store by its name (seen on 2.8 to 2.15).
+    """
+    module = sys.modules.get("torch.distributed._symmetric_memory")
+    names = list(getattr(module, "_group_name_to_store", ()))
+    return dict.fromkeys(names, ("torch.distributed._symmetric_memory", ""))
+
+
 def is_coalescing(group: object) -> bool:
     return group in cast(Any, _c10d._world.pg_coalesce_state)
 
@@ -79,7 +90,7 @@ def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
 
     The server calls the handler in a separate thread. A second handler of this name is ignored.
     """
-    register = getattr(torch._C._distributed_c10d, "_register_handler", None)
+    register = getattr(_cpp, "_register_handler", None)
     if register is None:
         return False
 
@@ -102,6 +113,7 @@ def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[],
     DEBUG records are disabled. Seen on 2.8, 2.13 and 2.15. Returns a function that removes the
     filter; idempotent.
     """
+    refuse_missing("a note on memory in errors of collectives", "slime")
     from torch.distributed import c10d_logger
 
     if call not in _error_listeners:
@@ -128,8 +140,10 @@ def _look_for_error(record: logging.LogRecord) -> bool:
     return True
 
 
-def skip_in_compiled_code(functions: Iterable[Any]) -> None:
+def skip_in_compiled_code(functions: Iterable[Any], *, callees: bool = False) -> None:
     """Exclude these Python functions from ``torch.compile``; what they call is traced.
+
+    With ``callees``, what they call is excluded too.
 
     After a graph break torch runs its own function eagerly, which calls the group's method. A plain
     group's method is in C++. A reloadable group's is a Python frame, which Dynamo would compile:
@@ -139,6 +153,7 @@ def skip_in_compiled_code(functions: Iterable[Any]) -> None:
     from torch._C._dynamo import eval_frame
 
     action = eval_frame._FrameAction
-    skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    rest = action.SKIP if callees else action.DEFAULT
+    skip = eval_frame._FrameExecStrategy(action.SKIP, rest)
     for function in functions:
         eval_frame.set_code_exec_strategy(function.__code__, skip)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import Backend as CppBackend
 from torch.distributed import distributed_c10d as _c10d
+
+from .backends import CppBackend
+from .engine_variables import nccl_settings
+from .needs import describe_needs, missing
 
 
 def suspend_obstacle(backend: CppBackend) -> str:
@@ -19,6 +23,8 @@ def suspend_obstacle(backend: CppBackend) -> str:
     ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
     ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
     """
+    if lacking := missing("suspend"):
+        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
     suspend = getattr(type(backend), "suspend", None)
     name = backend.name()
     if suspend is None:
@@ -27,14 +33,17 @@ def suspend_obstacle(backend: CppBackend) -> str:
         return _cumem_obstacle()  # a backend in Python that implements suspend
     if not name.startswith("nccl"):
         return f"backend {name} cannot suspend its communicators"
+    library = _nccl()
     version = nccl_version()
-    if version is not None and version < (2, 29, 7):
+    if version is not None and version < (2, 29, 7) and not _can_suspend(library):
         shown = ".".join(map(str, version))
         return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
     if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
         return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
-    if _nccl() is None:
+    if library is None:
         return "the NCCL library that torch uses is not found in this process"
+    if not _can_suspend(library):
+        return f"{library._name} has no ncclCommSuspend"
     return _cumem_obstacle()
 
 
@@ -78,14 +87,23 @@ def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
 
 def _nccl() -> ctypes.CDLL | None:
     """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
-    try:
-        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except (OSError, AttributeError):
-        return None
-    number = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(number))
-    major, rest = divmod(number.value, 10000)
-    return library if (major, rest // 100, rest % 100) == nccl_version() else None
+    for name in _LIBRARIES:
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            number = ctypes.c_int()
+            library.ncclGetVersion(ctypes.byref(number))
+            major, rest = divmod(number.value, 10000)
+            if (major, rest // 100, rest % 100) == nccl_version():
+                return library
+    return None
+
+
+_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
+"""NCCL, and AMD's RCCL, which has the same functions (rocm-systems#5582; not run)."""
+
+
+def _can_suspend(library: ctypes.CDLL | None) -> bool:
+    return library is not None and hasattr(library, "ncclCommSuspend")
 
 
 def nccl_version() -> tuple[int, ...] | None:
@@ -98,6 +116,5 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def _cumem_obstacle() -> str:
-    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
-        return "NCCL_CUMEM_ENABLE=0 makes a suspend release nothing"
-    return ""
+    value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
+    return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as _c10d
 
 from .tables import is_known, store_of

@@ -11,13 +11,8 @@ from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    Store,
-    _register_process_group,
-    _unregister_process_group,
-)
-from torch.distributed import ProcessGroup
+from torch._C import _distributed_c10d as _cpp
+from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as _c10d
 
 from ..texts import described
@@ -182,7 +177,7 @@ def create_without_backends(
     tables.pg_map[group] = (backend, own)
     tables.pg_names[group] = name
     tables.pg_backend_config[group] = config
-    _register_process_group(cast(Any, name), group)
+    _cpp._register_process_group(cast(Any, name), group)
     with _changing_lists:
         if not tag:
             tables.tags_to_pg.setdefault("", []).append(group)
@@ -211,8 +206,8 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
                     groups[index] = proxy
                     break
                 index -= 1
-    _unregister_process_group(name)
-    _register_process_group(name, proxy)
+    _cpp._unregister_process_group(name)
+    _cpp._register_process_group(name, proxy)
     if tables.default_pg is inner:
         tables.default_pg = proxy
 
@@ -280,7 +275,7 @@ class Unseen:
         for group, name in made["pg_names"].maps[0].items():
             if group not in tables.pg_names and name not in list(tables.pg_names.values()):
                 with suppress(RuntimeError):
-                    _unregister_process_group(name)
+                    _cpp._unregister_process_group(name)
 
     @classmethod
     def _property(cls, world: type, name: str) -> property:
@@ -299,14 +294,14 @@ def name_freed(group: ProcessGroup) -> Iterator[None]:
     names = _c10d._world.pg_names
     name = names[group]
     names[group] = cast(Any, f"{name} (being rebuilt)")
-    _unregister_process_group(name)
+    _cpp._unregister_process_group(name)
     try:
         yield
     finally:
         names[group] = name
         with suppress(RuntimeError):
-            _unregister_process_group(name)
-        _register_process_group(name, group)
+            _cpp._unregister_process_group(name)
+        _cpp._register_process_group(name, group)
 
 
 _NESTED = 4

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .needs import describe_needs, missing
 from .tables import ranks_of
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -53,8 +54,20 @@ def copy_tensors(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
             torch._foreach_copy_(list(into), list(of), non_blocking=True)
 
 
+def registered_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The parameters of a module alone, by name, to read and to replace."""
+    return module._parameters
+
+
+def registered_buffers(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module alone, by name, to read and to replace."""
+    return module._buffers
+
+
 def training_obstacle(module: torch.nn.Module) -> str:
     """Return why the unfinished step of a module cannot be reset; empty if it can. Local."""
+    if lacking := missing("state"):
+        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
     sharded = getattr(sys.modules.get(_FSDP1), "FullyShardedDataParallel", ())
     for name, one in module.named_modules():
         where = f"{name or 'it'} is a {type(one).__name__}"
@@ -170,7 +183,7 @@ def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
                 sharded.update({(id(owner), name): one.sharded_param for owner, name in places})
     found: dict[int, torch.nn.Parameter] = {}
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
+        for name, parameter in registered_parameters(owner).items():
             if parameter is not None:
                 kept = sharded.get((id(owner), name), parameter)
                 found[id(kept)] = kept
@@ -254,6 +267,11 @@ def reset_step(module: torch.nn.Module) -> None:
         if isinstance(one, DistributedDataParallel):
             one._has_rebuilt_buckets = False
             one.reducer._reset_state()
+
+
+def stages_of(schedule: Any) -> Sequence[Any]:
+    """The stages of a pipeline's schedule on this rank; another object counts as a stage."""
+    return getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", schedule)]
 
 
 def reset_pipeline(schedule: Any, stages: Sequence[Any]) -> None:

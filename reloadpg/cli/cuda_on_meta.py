@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import c10d
+from ..c10d import explaining
 
 _META = torch.device("meta")
 _MEMORY = 80 << 30
@@ -74,8 +74,8 @@ def use_meta_for_cuda(devices: int) -> None:
 
     threading.Thread.run = run_in_mode  # type: ignore[method-assign]
     _patch_queries(devices)
-    c10d.provide_meta_collectives()
-    c10d.run_backward_in(mode)
+    explaining.provide_meta_collectives()
+    explaining.run_backward_in(mode)
     mode.__enter__()  # type: ignore[no-untyped-call]
 
 
@@ -128,7 +128,8 @@ def _patch_queries(devices: int) -> None:
             if hasattr(module, name):
                 setattr(module, name, functions[name])
     torch.cuda.nccl.version = _returning((2, 29, 7))
-    torch.cuda.default_generators = tuple(torch.Generator() for _ in range(devices))
+    cuda: Any = torch.cuda
+    cuda.default_generators = tuple(torch.Generator() for _ in range(devices))
     torch.Generator = _Generator  # type: ignore[misc]
 
 

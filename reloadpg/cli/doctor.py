@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import _TESTED_TORCH
+from ..errors import UnsupportedTorchError
 from ..lifecycle.autoinstall import NO, SWITCH
 from ..lifecycle.variables import invalid_values
-from ..settings import STATUS_DIR, VARIABLES, unknown_variables
+from ..settings import IS_OFF, STATUS_DIR, VARIABLES, is_off, unknown_variables
 from ..texts import counted
 from .console import Finding, Line, Page, existing_file, progress, say, show
 from .doctor_patches import (
@@ -38,6 +39,7 @@ from .doctor_patches import (
     import_modules,
     import_of_script,
 )
+from .explain import PINNED_BYTES
 from .job import JobView
 from .records import read_directory
 
@@ -114,9 +116,12 @@ def diagnose(
         ("nccl", check_nccl),
         ("nccl settings", partial(check_nccl_settings, variables, suspends=suspends)),
         *([("suspend", check_suspend)] if suspends else []),
+        *([("host memory", partial(check_host_memory, variables))] if suspends else []),
         ("recovery", partial(check_recovery, variables)),
         ("import", partial(import_modules, modules)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
+        ("holders", partial(check_holders, variables, suspends=suspends)),
+        ("torch names", check_names),  # of modules that the script has loaded, too
         ("foreign wrapper", check_foreign_wrappers),
         ("early alias", check_early_aliases),
         ("launcher", partial(check_launcher, variables)),
@@ -261,6 +266,27 @@ def check_torch() -> Findings:
         yield Finding("torch", "ok", f"version {text}")
 
 
+def check_names() -> Findings:
+    """Check the private names of torch that this library uses, in the modules that are loaded."""
+    found = partial(Finding, "torch names")
+    try:
+        from ..c10d import needs
+    except UnsupportedTorchError as error:
+        what, _, remedy = str(error).partition(" Nothing was changed. ")
+        yield found("problem", what, remedy)
+        return
+    rows = [need for need in needs.NEEDS if need.applies_to(needs.torch_version())]
+    for capability in dict.fromkeys(need.capability for need in rows):
+        if lacking := needs.missing(capability):
+            what = f"{capability} is not available: {needs.describe_needs(lacking)}"
+            yield found("problem" if capability == "core" else "warning", what, _OTHER_TORCH)
+    if not needs.missing(None):
+        yield found("ok", f"{len(rows)} are used; none is missing in the modules that are loaded")
+
+
+_OTHER_TORCH = "use a tested version of torch, or a newer reloadpg"
+
+
 def check_torchcomms() -> Findings:
     """Say that ``install`` refuses TorchComms where torch would create its groups with it."""
     from ..c10d import torchcomms_obstacle
@@ -311,11 +337,26 @@ def check_suspend() -> Findings:
     yield Finding("suspend", "note", f"not available: {why}", instead)
 
 
+def check_host_memory(environ: Mapping[str, str], meminfo: str = "/proc/meminfo") -> Findings:
+    """Estimate how many communicators of each rank the node's host memory lets NCCL suspend."""
+    with open(meminfo, encoding="ascii") as file:
+        available = next(int(line.split()[1]) << 10 for line in file if "MemAvailable" in line)
+    ranks = int(environ.get("LOCAL_WORLD_SIZE") or 1)
+    communicators = available // ranks // PINNED_BYTES[1]
+    what = (
+        f"a suspend copies what it releases to pinned host memory, about 0.5 to 0.75 GB for each "
+        f"communicator and rank: the {available / 1e9:.0f} GB available here are enough for "
+        f"{counted(communicators, 'communicator')} of each of {counted(ranks, 'rank')}"
+    )
+    remedy = 'strategy="recreate" pins none; Report.pinned_bytes measures it'
+    yield Finding("host memory", "note" if communicators >= 10 else "warning", what, remedy)
+
+
 def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) -> Findings:
     """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
-    from ..c10d import release_cautions
+    from ..c10d import nccl_settings, release_cautions
 
-    settings = _nccl_settings(environ)
+    settings = nccl_settings(environ)
     found = partial(Finding, "nccl settings")
     value, where = settings.get("NCCL_CUMEM_ENABLE", ("", ""))
     cumem = suspends and value.strip() == "0"
@@ -334,23 +375,49 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
     yield found("note" if cumem else "ok", shown or "none are set")
 
 
-def _nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Settings of NCCL with their origin; environment variables take precedence over files.
+_HOLDERS = {
+    "deep_ep": (
+        "DeepEP takes communicators out of groups and keeps them by group (V2); its buffers hold 1 "
+        "to 3 GB, and the end of a process hangs if one was not destroyed",
+        "create buffers with explicitly_destroy=True, by "
+        "reloadpg.integrations.deep_ep.keep(group, make)",
+    ),
+    "transformer_engine": (
+        "TransformerEngine takes the communicators of expert-parallel groups, and its userbuffers "
+        "hold memory",
+        "end both before an offload: reloadpg.on_generation(group, before=..., after=...)",
+    ),
+    "nccl.core": (
+        "nccl4py takes communicators out of groups by their pointers",
+        "take them again after a reload: reloadpg.on_generation(group, after=...)",
+    ),
+}
+"""Packages that hold what belongs to a generation, with what to do (read in their sources)."""
 
-    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
-    ``/etc/nccl.conf``; the first value of a name counts.
-    """
-    prefixes = ("NCCL_", "TORCH_NCCL_")
-    found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
-    home, named = environ.get("HOME"), environ.get("NCCL_CONF_FILE")
-    files = [Path(named)] if named else [Path(home, ".nccl.conf")] if home else []
-    for file in (*files, Path("/etc/nccl.conf")):
-        with suppress(OSError):
-            for line in file.read_text(errors="replace").splitlines():
-                name, equals, value = line.partition("=")
-                if equals and not name.lstrip().startswith("#"):
-                    found.setdefault(name.strip(), (value.strip(), str(file)))
-    return found
+
+def check_holders(environ: Mapping[str, str], *, suspends: bool = False) -> Findings:
+    """Name what other code holds of groups here, and known holders of communication memory."""
+    from .. import status
+    from ..c10d import nccl_settings
+
+    found = partial(Finding, "holders")
+    for one in status().borrowed:
+        lost = one.raw and one.ended
+        remedy = "let it be taken again: reloadpg.on_generation(group, before=..., after=...)"
+        yield found("problem" if lost else "note", str(one), remedy if one.raw else "")
+    for module, (what, remedy) in _HOLDERS.items():
+        if module in sys.modules:
+            yield found("note", f"{module} is imported: {what}", remedy)
+    settings = nccl_settings(environ)
+    saver = "torch_memory_saver"
+    graphs, where = settings.get("NCCL_GRAPH_REGISTER", ("", ""))
+    if (saver in sys.modules or saver in environ.get("LD_PRELOAD", "")) and graphs != "0":
+        what = f"NCCL_GRAPH_REGISTER={graphs} in {where}" if graphs else "NCCL_GRAPH_REGISTER unset"
+        what += f": with {saver}, graphs whose buffers NCCL has registered hang (SGLang#40648)"
+        yield found("warning", what, "set NCCL_GRAPH_REGISTER=0 where CUDA graphs are captured")
+    if suspends and settings.get("NCCL_NVLS_ENABLE", ("", ""))[0] != "0":
+        what = "a suspend leaves NVLS and network buffers allocated"
+        yield found("note", what, "NCCL_NVLS_ENABLE=0 avoids the first; recreate releases both")
 
 
 def check_recovery(environ: Mapping[str, str]) -> Findings:
@@ -409,6 +476,9 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
             "correct the name or unset it"
             + ("" if "did you mean" in name else f"; known are {', '.join(sorted(VARIABLES))}"),
         )
+    if is_off(environ):
+        remedy = "unset RELOADPG to make groups reloadable"
+        yield Finding("variables", "warning", f"{IS_OFF}, with plain torch", remedy)
     for error in invalid_values(environ):
         what, _, remedy = error.partition("; nothing was installed. ")
         yield Finding("variables", "problem", f"{what}; reloadpg cannot be installed", remedy)
@@ -416,7 +486,7 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
 
 def check_autoinstall(environ: Mapping[str, str]) -> Findings:
     """Check that reloadpg is installed in this process, where the environment asks for it."""
-    if environ.get(SWITCH, "").strip().lower() in NO:
+    if environ.get(SWITCH, "").strip().lower() in NO or is_off(environ):
         return
     from .. import status
     from ..groups.registry import registry

@@ -32,6 +32,9 @@ SOURCE = (
     "up to 512 MiB more for network buffers"
 )
 
+PINNED_BYTES = (480 << 20, 720 << 20)
+"""Smallest and largest measured pinned host memory of one suspended NCCL communicator."""
+
 _TRACEBACK, _OUTPUT = 30, 8
 """Maximum number of lines of the traceback, or of the script's output, to show."""
 
@@ -193,6 +196,7 @@ def explain(
         if not group["destroyed"] and len(group["ranks"]) > 1  # one rank connects to none
     )
     least, most = (communicators * size for size in COMMUNICATOR_BYTES)
+    least_pinned, most_pinned = (communicators * size for size in PINNED_BYTES)
     return {
         "policy": {
             "backends": None if selection.backends is None else sorted(selection.backends),
@@ -201,15 +205,28 @@ def explain(
         },
         "script_installs": bool(given),
         "groups": groups,
+        "borrowed": _borrowers(records),
         "groups_of_others": sum(one["kind"] == "other" for one in records),
         "bypassed": dict(Counter(g["reason"] for g in groups if not g["selected"]).most_common()),
         "memory": {
             "communicators": communicators,
             "least_bytes": least,
             "most_bytes": most,
+            "least_pinned_bytes": least_pinned,
+            "most_pinned_bytes": most_pinned,
             "estimated_from": SOURCE,
         },
     }
+
+
+def _borrowers(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The code that takes backend objects out of groups, with the groups. Pure."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for one in records:
+        if one["kind"] == "borrowed":
+            names = found.setdefault((one["by"], one["where"]), [])
+            names += [one["name"]] * (one["name"] not in names)
+    return [{"by": by, "where": where, "groups": g} for (by, where), g in found.items()]
 
 
 def _decision(group: Record, selection: Selection, script_installs: bool) -> tuple[list[str], str]:
@@ -332,6 +349,12 @@ def _summary(result: Record, device: str) -> list[Line]:
         lines.append(Line(f"  {result['groups_of_others']} more groups do not include this rank."))
     if not result["script_installs"]:
         lines.append(Line("The script does not call reloadpg.install(); shown as if it did."))
+    for one in result["borrowed"]:
+        taken = f"{one['by']} ({one['where']}) takes backend objects out of"
+        which = ", ".join(one["groups"][:3]) + ", ..." * (len(one["groups"]) > 3)
+        lines.append(Line(f"{taken} {counted(len(one['groups']), 'group')} ({which}).", "note"))
+    if result["borrowed"]:
+        lines.append(Line("  These end with each offload: see install(borrowed=...).", "note"))
     if memory["communicators"]:
         least, most = memory["least_bytes"] / 1e9, memory["most_bytes"] / 1e9
         communicators = counted(memory["communicators"], "NCCL communicator")
@@ -343,4 +366,14 @@ def _summary(result: Record, device: str) -> list[Line]:
             )
         )
         lines.append(Line(f"  This is an estimate: {SOURCE}.", "note", 2))
+        least, most = memory["least_pinned_bytes"] / 1e9, memory["most_pinned_bytes"] / 1e9
+        lines.append(
+            Line(
+                f'  strategy="suspend" would pin about {least:.1f} to {most:.1f} GB of host memory '
+                "for each rank of a node, until the reload (0.5 to 0.75 GB per communicator). "
+                '"recreate" pins none.',
+                "note",
+                2,
+            )
+        )
     return lines

@@ -37,15 +37,15 @@ import torch.distributed as dist
 import wrapt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Backend, BackendConfig
-from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
 
 from .. import c10d, environment
+from ..c10d import explaining
 from ..environment.model import DistributedEnvironment, on_nodes_of
 from ..environment.teardown import OwnGroups
+from ..groups.borrowed import borrower
 from ..groups.registry import registry
 from ..groups.selection import Selection
 from ..groups.sets import TRAINER, creators
@@ -73,6 +73,7 @@ def run_script(options: argparse.Namespace) -> dict[str, Any]:
     ``cuda``: ``standins`` or ``meta`` if the script ran on those, else empty, and ``why`` not on
     the stand-ins.
     """
+    c10d.refuse_missing("explain", "explain")
     with (
         tempfile.TemporaryFile("a+") as written,
         tempfile.TemporaryFile() as output,
@@ -229,16 +230,33 @@ class FakeRank:
         _replace(torchs, "get_backend", self._get_backend)
         for name in (*RECEIVING, "all_gather_object", "monitored_barrier"):
             _replace(torchs, name, _receive_nothing)
+        for name in explaining.BACKEND_GETTERS:
+            self._note_borrowers(name)
         _replace([torch.cuda], "set_device", _if_possible)
         _replace([torch.accelerator], "set_device_index", _if_possible)
         ours = (environment, reloadpg)
         _replace(ours, "init_distributed", self._init_distributed)
         _replace(ours, "ensure_process_group", self._ensure_process_group)
         _replace([DistributedDataParallel], "forward", _without_reduction)
-        distributed: Any = dist
-        distributed._verify_params_across_processes = lambda *_: None
-        for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+        explaining.verify_no_parameters()
+        for name in ("register_comm_hook", explaining.BUILTIN_HOOK):
             _replace([DistributedDataParallel], name, lambda wrapped, given: None)
+
+    def _note_borrowers(self, name: str) -> None:
+        """Record which code takes backend objects out of groups. It keeps torch's function."""
+        original: Any = getattr(dist.ProcessGroup, name, None)
+        if original is None:
+            return
+
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if (frame := borrower(1)) is not None:
+                where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                by = str(frame.f_globals.get("__name__", "?"))
+                group_name = "WORLD" if group is dist.group.WORLD else c10d.name_of(group)
+                self.note("borrowed", name=group_name, by=by, where=where)
+            return original(group, *args, **kwargs)
+
+        setattr(dist.ProcessGroup, name, method)
 
     def _init_process_group(self, wrapped: Any, given: dict[str, Any]) -> None:
         backend, device = given.get("backend"), given.get("device_id")
@@ -246,7 +264,7 @@ class FakeRank:
             kind = getattr(device, "type", self.options.device)
             backend = Backend.default_device_backend_map.get(kind)
         place = {"rank": self.options.rank, "world_size": self.options.world_size}
-        wrapped("fake", store=FakeStore(), timeout=given.get("timeout"), **place)
+        wrapped("fake", store=explaining.fake_store(), timeout=given.get("timeout"), **place)
         self._note_group(dist.group.WORLD, backend or "undefined")
 
     def _new_group(self, wrapped: Any, given: dict[str, Any]) -> Any:
@@ -391,7 +409,7 @@ def _without_reduction(wrapped: Any, given: dict[str, Any]) -> Any:
     inputs, kwargs = given.get("inputs", ()), given.get("kwargs", {})
     if ddp.device_ids:
         place = torch.device(ddp.device_type, ddp.device_ids[0])
-        (inputs,), (kwargs,) = _to_kwargs(
+        (inputs,), (kwargs,) = explaining.to_kwargs(
             inputs, kwargs, place, ddp.use_side_stream_for_tensor_copies
         )
     return ddp.module(*inputs, **kwargs)

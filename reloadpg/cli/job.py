@@ -256,7 +256,11 @@ class JobView:
             remedy = "see unreadable below" if refused else f"{remedy}status directory"
             what += "readable record" if refused else "record"
             yield Finding("missing", "problem", what, remedy)
-        if without := [record.rank for record in self.ranks if not record.installed]:
+        if off := [record.rank for record in self.ranks if record.state == "off"]:
+            what = f"{_ranks(off)}: RELOADPG=off, so no memory of communicators is released"
+            remedy = "unset RELOADPG on every rank and start the job again"
+            yield Finding("off", "note" if len(off) == len(self.ranks) else "problem", what, remedy)
+        if without := [record.rank for record in self.ranks if record.state == "not installed"]:
             remedy = "call reloadpg.install() on every rank, before the groups are created"
             yield Finding("not installed", "problem", _ranks(without), remedy)
         if failed := [record.rank for record in self.ranks if record.state == "failed"]:

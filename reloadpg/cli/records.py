@@ -164,7 +164,7 @@ class RankRecord:
         if self.absent:
             return self.absent
         if not self.installed:
-            return "not installed"
+            return "off" if self.status.off else "not installed"
         if self.running:
             return f"in {self.running.operation}"
         if not self.status.state:

@@ -21,7 +21,8 @@ def add(subcommands: Any) -> None:
         description=(
             "Run a program with torch's CUDA build on a machine without a GPU: device memory is "
             "host memory, NCCL's operations run on the CPU, and launching a kernel raises an "
-            "error. Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py"
+            "error. Uses of released communicators are reported at the end, with exit code 1. "
+            "Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py"
         ),
         epilog=f"environment variables that the program's processes read:\n{variables}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -31,6 +32,12 @@ def add(subcommands: Any) -> None:
         choices=("build", "run"),
         help="build: compile the libraries for the installed torch (once; 10 to 60 s); "
         "run: run the command that follows --",
+    )
+    parser.add_argument(
+        "--nccl",
+        metavar="PATH",
+        help="also run the host code of this NCCL, built from NVIDIA's source and linked to a "
+        "dynamic CUDA runtime (default: the variable RELOADPG_NCCL)",
     )
     parser.set_defaults(run=_run, script_arguments=[])
 
@@ -46,8 +53,12 @@ def _run(options: argparse.Namespace) -> int:
         if options.action == "build":
             say(str(standins.build()))
             return 0
-        with standins.job() as job:
-            return _program(command, {**os.environ, **job.environment})
+        with standins.job(nccl=options.nccl) as job:
+            code = _program(command, {**os.environ, **job.environment})
+            uses = job.uses_after_release()
+            for use in uses:
+                say(f"reloadpg standins: use after release: {use}", sys.stderr)
+            return code or int(bool(uses))
     except standins.StandinsError as error:
         raise CommandError(str(error)) from None
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError
+from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import registry
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
@@ -37,7 +38,7 @@ from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import apply_network, interface_in_use, restore_network, validate_network
 from .store import Place, open_store, take_place
 from .store_barrier import job_round
-from .teardown import OwnGroups
+from .teardown import OwnGroups, abort_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,7 +102,8 @@ def init_distributed(
     accelerators, so a difference raises on all ranks.
 
     An existing default group is adopted unchanged: ``owned`` is False, and a warning lists the
-    requested settings that differ. Without ``mesh_dims``, this is local.
+    requested settings that differ. Without ``mesh_dims``, this is local. A reloadable default group
+    that was aborted or shut down, and not destroyed, is replaced: all groups are aborted first.
 
     It is also local in a process that replaces another one (see
     :func:`reloadpg.recovery.rejoin`): the other ranks have already agreed and connected.
@@ -153,6 +155,7 @@ def init_distributed(
         raise InvalidOptionError(
             f"store={store!r} is not a store. Nothing was started. Pass a torch.distributed store."
         )
+    _remove_ended_job()
     own, world, mesh = OwnGroups(init_timeout), c10d.world(), None
     if world is not None:
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
@@ -190,6 +193,17 @@ def init_distributed(
 # -- a new group ------------------------------------------------------------------------------
 
 
+def _remove_ended_job() -> None:
+    """Abort all groups if the default group was aborted or shut down. Local, idempotent."""
+    world = c10d.world()
+    if isinstance(world, ReloadableProcessGroup) and world.state is GroupState.DESTROYED:
+        logging.getLogger(__name__).warning(
+            "the default group was aborted or shut down, and not destroyed: it is replaced by a "
+            "new one, and the other groups are aborted"
+        )
+        abort_groups([world])
+
+
 def bring_up(
     environment: DistributedEnvironment,
     placement: Placement,
@@ -224,10 +238,9 @@ def bring_up(
         host, local_rank = socket.gethostname(), environment.local_rank
         place = Place(rank, size, host, local_rank, str(device), placement.exclusive())
         difference = take_place(store, place, seconds)
-    rendezvous = Rendezvous(root, rank, size, watches=not difference)
-    if difference:  # not counted, also on its host: the job is the first one on this store
-        rendezvous.state = rendezvous.state._replace(instance=1)
-    elif root is not None:
+    # A process that is refused is not counted, also on its host.
+    rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
+    if root is not None and not difference:
         rendezvous.count_job(root())  # before the others can count on this process
     round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
     if difference:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ..errors import InvalidOptionError
 from .model import MeshDimensionError
@@ -108,12 +108,13 @@ def build_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -
     from torch.distributed.device_mesh import DeviceMesh
 
     world, rank = dist.get_world_size(), dist.get_rank()
+    whole = cast(dist.ProcessGroup, dist.group.WORLD)
     shape = tuple(sizes.values())
     ranks = torch.arange(world, dtype=torch.int).reshape(shape)
     groups = []
     for axis, (name, size) in enumerate(sizes.items()):
         if size == world:
-            groups.append(dist.distributed_c10d._get_default_group())
+            groups.append(whole)
             continue
         # All ranks create all groups of all dimensions in one order, since torch numbers them.
         rows = ranks.movedim(axis, -1).reshape(-1, size).tolist()

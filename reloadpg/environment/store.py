@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from uuid import uuid4
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from ..errors import RendezvousTimeoutError
 from ..rendezvous.decision import store_lost, store_silent

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
@@ -28,8 +28,7 @@ from .launchers import identify
 from .model import GroupNotInitializedError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 
 class _Rendezvouses:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -18,8 +19,7 @@ from .launchers import is_initialized
 from .network import restore_network
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 EXIT_TIMEOUT = timedelta(minutes=5)
 _TELL_S = 5.0
@@ -127,8 +127,8 @@ class OwnGroups:
             dist.destroy_process_group(group)
 
     def abort(self) -> None:
-        """Abort them. Local; does not wait for peers."""
-        abort_groups(self.now())
+        """Abort them. Local; does not wait for peers. An error is logged: the caller raises."""
+        _attempt("the process groups could not be aborted", abort_groups, self.now())
 
 
 def _stores_of_groups() -> WeakSet[Store]:
@@ -151,16 +151,34 @@ def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = T
         size,
         exc_info=(type(error), error, error.__traceback__),
     )
-    steps = [("the process groups could not be aborted", abort_groups)]
+    steps = [
+        ("the coalescing of a group could not be ended", _close_coalescing),
+        ("the process groups could not be aborted", abort_groups),
+    ]
     if tell:
         steps.insert(0, ("the other ranks could not be notified", partial(_tell_peers, error)))
     for what, step in steps:
-        try:
-            step(groups)
-        except BaseException as failure:
-            logging.getLogger(__name__).error(
-                "%s: %s: %s", what, type(failure).__name__, failure, exc_info=failure
-            )
+        _attempt(what, step, groups)
+
+
+def _attempt(
+    what: str, step: Callable[[list[ProcessGroup]], object], groups: list[ProcessGroup]
+) -> None:
+    """Call a step of a clean-up after an error, which is raised in place of the step's."""
+    try:
+        step(groups)
+    except BaseException as failure:
+        logging.getLogger(__name__).error(
+            "%s: %s: %s", what, type(failure).__name__, failure, exc_info=failure
+        )
+
+
+def _close_coalescing(groups: list[ProcessGroup]) -> None:
+    """End what the error has left open in this thread, which would run no later collective."""
+    from .. import c10d
+
+    for group in groups:
+        c10d.close_coalescing(group)
 
 
 def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:

@@ -20,8 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from .. import c10d
 

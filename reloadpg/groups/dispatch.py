@@ -24,21 +24,21 @@ COMPLETED_WORK = c10d.completed_work()
 _KINDS = {
     # collectives whose parameters are not listed below
     "forwarded": """
-        _allgather_base _end_coalescing _reduce_scatter_base all_gather_single
-        all_gather_single_coalesced all_to_all_single allgather allgather_coalesced
-        allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base
-        broadcast gather gather_into_tensor gather_single recv_anysource reduce reduce_scatter
-        reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced
-        scatter
+        _allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced
+        all_to_all_single allgather allgather_coalesced allgather_into_tensor_coalesced allreduce
+        allreduce_coalesced alltoall alltoall_base broadcast gather gather_into_tensor gather_single
+        recv_anysource reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced
+        reduce_scatter_tensor_coalesced scatter
     """,
     # of the live communicator; they do not return a Work
     "controls": """
         _backend_id _get_backend _get_sequence_number_for_group _register_backend
         _set_default_backend _set_sequence_number_for_group get_backend get_reconfigure_handle
         merge_remote_group monitored_barrier new_window reconfigure register_abort_hook
-        register_post_hook register_pre_hook split_group unregister_abort_hook
-        unregister_post_hook unregister_pre_hook
+        register_post_hook register_pre_hook split_group
     """,
+    # controls that do nothing without a communicator: its hooks have ended with it
+    "removals": "unregister_abort_hook unregister_post_hook unregister_pre_hook",
     # controls that are repeated after a rebuild
     "carried": "_enable_collectives_timing _register_on_completion_hook",
     # properties of the live communicator; False without one
@@ -59,7 +59,7 @@ _KINDS = {
 _OF = {kind: frozenset(names.split()) for kind, names in _KINDS.items()}
 INHERITED = _OF["inherited"]
 
-COLLECTIVES = _OF["forwarded"] | {"barrier", "recv", "send"}
+COLLECTIVES = _OF["forwarded"] | {"_end_coalescing", "barrier", "recv", "send"}
 """Names of the methods that return a Work."""
 
 _NAMES = frozenset(name for name in dir(ProcessGroup) if not name.startswith("__"))
@@ -67,7 +67,10 @@ _NAMES = frozenset(name for name in dir(ProcessGroup) if not name.startswith("__
 UNKNOWN = _NAMES - {"_start_coalescing"} - COLLECTIVES.union(*_OF.values())
 """Methods of a torch newer than this module, which are assumed to need a communicator."""
 
-DISPATCHED = _NAMES - INHERITED - _OF["identity"] - _OF["queries"]
+REMOVALS = _NAMES & _OF["removals"]
+"""Names of the methods that do nothing without a communicator."""
+
+DISPATCHED = _NAMES - INHERITED - _OF["identity"] - _OF["queries"] - REMOVALS
 """Names of the methods that need a communicator: the placeholder refuses them."""
 
 
@@ -76,6 +79,9 @@ class Dispatch(ProcessGroup):
 
     _inner: Any
     _get_sequence_number_for_group: Callable[[], int]
+
+    _coalescing: Any = None
+    """The group on which a coalescing was started, until it is ended."""
 
     # Changes made to the live group after its creation, which are carried over to the next one.
     _calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
@@ -97,11 +103,23 @@ class Dispatch(ProcessGroup):
         return COMPLETED_WORK if work is None else work
 
     def _start_coalescing(self, *args: Any, **kwargs: Any) -> None:
+        inner = self._inner
         try:
-            self._inner._start_coalescing(*args, **kwargs)
+            inner._start_coalescing(*args, **kwargs)
         except Exception:
             c10d.close_coalescing(self)
             raise
+        self._coalescing = inner
+
+    def _end_coalescing(self, *args: Any, **kwargs: Any) -> Any:
+        """End it on the group on which it was started.
+
+        Torch 2.15 aborts all groups within a coalescing of the default group, which has no
+        communicator any more when the coalescing ends.
+        """
+        inner, self._coalescing = self._coalescing, None
+        work = (self._inner if inner is None else inner)._end_coalescing(*args, **kwargs)
+        return COMPLETED_WORK if work is None else work
 
 
 def _collective(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +156,7 @@ def _method(template: Any, name: str) -> FunctionType:
 
 for _template, _names in (
     (_collective, _OF["forwarded"]),
-    (_control, _OF["controls"] | UNKNOWN),
+    (_control, _OF["controls"] | _OF["removals"] | UNKNOWN),
     (_carried, _OF["carried"]),
     (_query, _OF["queries"]),
 ):

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupDestroyedError, GroupOffloadedError
-from .dispatch import DISPATCHED
+from .dispatch import DISPATCHED, REMOVALS
 from .sets import TRAINER
 
 
@@ -200,7 +200,7 @@ def _refusing(name: str) -> Callable[..., Any]:
         if self.under_way is not None and self.under_way.is_mine:
             return getattr(self.current, name)(*args, **kwargs)
         if self.kept is None:
-            return self.without_backend(name, args)
+            return None if name in REMOVALS else self.without_backend(name, args)
         try:
             return getattr(self.kept, name)(*args, **kwargs)
         except RuntimeError as error:
@@ -212,6 +212,6 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in DISPATCHED:
+for _name in DISPATCHED | REMOVALS:
     setattr(Offloaded, _name, _refusing(_name))
 c10d.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -88,6 +89,16 @@ class Patches:
 
     def patch_savers(self) -> None:
         """Record asynchronous saves from now on, once the module that starts them is loaded."""
+        if lacking := c10d.missing("saves"):
+            if "saves" not in registry.warned:
+                registry.warned.add("saves")
+                warnings.warn(
+                    f"reloadpg: an offload does not wait for async_save() with this torch, which "
+                    f"lacks {c10d.describe_needs(lacking)}. Wait for the result() of each save "
+                    "before an offload; otherwise the checkpoint can be lost.",
+                    stacklevel=2,
+                )
+            return
         name, attribute = c10d.SAVER
         owner = getattr(sys.modules.get(c10d.SAVERS), name, None)
         if owner is not None and all(patch.owner is not owner for patch in self.patches):

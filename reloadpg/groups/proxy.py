@@ -3,7 +3,7 @@
 Do not assume:
 
 * that a backend object (``group._get_backend(device)``) outlives an offload. It belongs to one
-  generation; get it again after a reload.
+  generation, and raises afterwards (:mod:`.borrowed`); get it again after a reload.
 * that the proxy's C++ object has a backend. C++ code that requests one finds none; torch itself
   calls methods that find the live group.
 * that another group replaces it while it is offloaded. Every operation that needs a communicator
@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupPickleError
+from .borrowed import Loans, lent_by, take
 from .creation import Construction
 from .dispatch import Dispatch
 from .offloaded import GroupState as GroupState
@@ -32,7 +33,7 @@ from .offloaded import Offloaded, UnderWay
 from .sets import TRAINER
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend as CppBackend
+    from ..c10d import CppBackend
 
 
 @dataclass
@@ -43,11 +44,13 @@ class History:
         strategy: strategy of the last release; empty before the first one.
         held_bytes: bytes that its communicator held then, as the backend reported them, or None.
         suspended_bytes: the part of these bytes that a suspend releases.
+        shortfall: why it is recreated from now on: a suspend gave back too little.
     """
 
     strategy: str = ""
     held_bytes: int | None = None
     suspended_bytes: int = 0
+    shortfall: str = ""
     cycles: int = 0
     offload_ms: float | None = None
     reload_ms: float | None = None
@@ -77,6 +80,8 @@ class ReloadableProcessGroup(Dispatch):
         replayed: whether a replay has created its communicator, which never splits another one.
         names_in_store: names of the generations that have keys in the job's store.
         before_end: called before the group is destroyed for good.
+        lends: whether its callers get objects that end with its generation, and are recorded.
+        known_loans: what they hold; None if nothing was taken.
     """
 
     # Every member creates one instance for each of its groups. To keep that cheap, the initial
@@ -88,6 +93,8 @@ class ReloadableProcessGroup(Dispatch):
     last_error = ""
     under_way: UnderWay | None = None
     before_end: Callable[[], object] | None = None
+    lends = True
+    known_loans: Loans | None = None
     _released: weakref.ref[Any] | None = None
     _history: History | None = None
 
@@ -116,6 +123,13 @@ class ReloadableProcessGroup(Dispatch):
         found = self._history
         if found is None:  # two threads may be here at once
             found = self.__dict__.setdefault("_history", History())
+        return found
+
+    @property
+    def loans(self) -> Loans:
+        found = self.known_loans
+        if found is None:
+            found = self.__dict__.setdefault("known_loans", Loans())
         return found
 
     @property
@@ -161,7 +175,7 @@ class ReloadableProcessGroup(Dispatch):
         if c10d.is_creating():
             return []
         if self.is_live:
-            return list(self._current._device_types)
+            return c10d.device_types(self._current)
         return [torch.device(device) for device in self.construction.devices]
 
     def _bind_device(self, device: Any) -> None:
@@ -197,16 +211,21 @@ class ReloadableProcessGroup(Dispatch):
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
         if self.is_live:
-            self._current._set_group_desc(desc)
+            c10d.set_desc(self._current, desc)
 
-    def _has_hooks(self) -> bool:
+    @property
+    def has_hooks(self) -> bool:
+        """Whether completion hooks were registered."""
         # The live group is not queried: torch writes a warning to stderr for a group without a
         # default backend, such as a mixed group.
-        return any(name == "_register_on_completion_hook" for name, *_ in self._calls)
+        return any(name == c10d.COMPLETION_HOOK for name, *_ in self._calls)
+
+    def _has_hooks(self) -> bool:
+        return self.has_hooks
 
     def _wait_for_pending_works(self) -> None:
         if self.is_live:
-            self._current._wait_for_pending_works()
+            c10d.await_hooks(self._current)
 
     def __copy__(self) -> ReloadableProcessGroup:
         return self
@@ -235,7 +254,7 @@ class ReloadableProcessGroup(Dispatch):
 
         Waits for a running operation that was started with ``wait=False``.
         """
-        if self._has_hooks():
+        if self.has_hooks:
             self._wait_for_pending_works()
         self._destroy(lambda inner: inner.shutdown())
 
@@ -255,6 +274,7 @@ class ReloadableProcessGroup(Dispatch):
         inner = self._current if placeholder is None else placeholder.kept
         self.state = GroupState.DESTROYED
         self._put(Offloaded(self, None))
+        self._end_loans()
         if placeholder is not None and placeholder.suspended is not None:
             placeholder.suspended.abort()  # a shutdown would need the peers
         elif inner is not None:
@@ -289,6 +309,7 @@ class ReloadableProcessGroup(Dispatch):
         self.state = state
         self._put(Offloaded(self, self._kept_group(inner), reason))
         self.last_error = reason
+        self._end_loans()
         self._released = weakref.ref(inner)
         c10d.drop_generation(self)
         return inner
@@ -322,6 +343,7 @@ class ReloadableProcessGroup(Dispatch):
     def disown(self) -> Any:
         """In a forked child: refuse the parent's communicator, and return all that refers to it."""
         found = self._current, self._inner
+        self.known_loans = None
         self.under_way = None
         self.state = GroupState.FAILED
         self.last_error = "This process was forked, and the communicator is its parent's."
@@ -407,6 +429,10 @@ class ReloadableProcessGroup(Dispatch):
                 totals[name] = totals.get(name, 0) + value
         return totals
 
+    def _end_loans(self) -> None:
+        if self.known_loans is not None:
+            self.known_loans.end()
+
     def _put(self, current: Any) -> None:
         """Dispatch to this live group or placeholder from now on."""
         target = current
@@ -417,7 +443,7 @@ class ReloadableProcessGroup(Dispatch):
         self._current, self._inner = current, target
 
     def _make_live(self, inner: Any) -> None:
-        inner._set_group_desc(self._desc)
+        c10d.set_desc(inner, self._desc)
         if self._symm_mem:
             inner.use_pg_for_symm_mem_rendezvous = self._symm_mem
         self._put(inner)
@@ -441,6 +467,28 @@ class ReloadableProcessGroup(Dispatch):
         backends = c10d.live_backends(group, self.construction.kept)
         return {device: (self.construction.devices[device], b) for device, b in backends.items()}
 
+
+# -- what leaves a group: see .borrowed ---------------------------------------------------------
+
+
+def _lending(name: str) -> Callable[..., Any]:
+    if name.endswith("get_backend"):
+
+        def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            backend = getattr(self._inner, name)(*args, **kwargs)
+            return lent_by(self, backend, (*args, *kwargs.values()))
+    else:
+
+        def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            return take(self, name, getattr(self._inner, name)(*args, **kwargs))
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("_get_backend", "get_backend", "new_window", "register_abort_hook"):
+    if hasattr(ProcessGroup, _name):  # hasattr() must give the same result as on a plain group
+        setattr(ReloadableProcessGroup, _name, _lending(_name))
 
 c10d.skip_in_compiled_code(
     cast(Any, member)

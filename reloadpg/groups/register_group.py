@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from torch.distributed import ProcessGroup
 
@@ -40,13 +41,16 @@ def register_group(
         destroy: called with the original group; by default, its ``shutdown()`` is called.
 
     Returns:
-        The reloadable group. Idempotent: a group that is reloadable already is returned as it is.
+        The reloadable group. Idempotent: a group that is reloadable already is returned as it is,
+        and so is each group if ``RELOADPG=off``.
 
     Raises:
         NotInstalledError: ``install`` was not called; nothing was changed.
         InvalidOptionError: the group is not known to torch.distributed, or an argument cannot be
             called; nothing was changed.
     """
+    if registry.off:
+        return cast(ReloadableProcessGroup, group)
     if registry.options is None:
         raise NotInstalledError(
             "register_group() was called, but reloadpg is not installed; nothing was changed. Call "

@@ -1,4 +1,4 @@
-"""The mutable state of the groups in this process: the installation, and what it left alone.
+"""The mutable state of the groups in this process: the installation, and what it bypasses.
 
 It has no list of managed groups: a managed group is a proxy in c10d's tables. So a destroyed group
 is no longer managed, and a proxy without other references is not kept alive.
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.distributed import ProcessGroup
 
 from .. import c10d
+from ..settings import is_off
 from .proxy import GroupState, ReloadableProcessGroup
 from .selection import Bypass, Selection, StrategyPolicy
 from .sets import TRAINER
@@ -31,6 +32,7 @@ class Options:
     timeout: timedelta
     parallelism: int | None = None
     recoverable: bool = False
+    borrowed: str = "suspend"
 
     @property
     def threads(self) -> int:
@@ -51,6 +53,7 @@ class Options:
             "exclude": list(selection.exclude),
             "sets": dict(selection.sets),
             "recoverable": self.recoverable,
+            "borrowed": self.borrowed,
         }
 
 
@@ -93,10 +96,17 @@ class Registry:
         """The parent's communicators in a forked child: their destructors would wait."""
         self._begin_process()
 
+    @property
+    def off(self) -> bool:
+        """Whether nothing is installed, and ``RELOADPG=off`` makes all operations do nothing."""
+        return self.options is None and is_off(os.environ)
+
     def _begin_process(self) -> None:
         self.lock = threading.RLock()
         """Never held across a callback or a collective step."""
         self.warned: set[str] = set()
+        self.rehearsed = False
+        """Whether :func:`~reloadpg.lifecycle.rehearsal.rehearse` has succeeded in this process."""
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Selected groups that cannot be managed, with the reason."""
         self.without_set: WeakSet[ProcessGroup] = WeakSet()

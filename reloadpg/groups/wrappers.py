@@ -34,7 +34,7 @@ def wrappers() -> dict[str, Wrapper]:
     """Return the wrappers that the installed torch needs; a dotted name is in another module."""
     found: dict[str, Wrapper] = {
         "new_group": _new_group,
-        "_new_group_with_tag": _new_group,  # torch's compiler creates its own groups with it
+        c10d.COMPILERS_NEW_GROUP: _new_group,
         "split_group": _split_group,
         "init_process_group": _init_process_group,
         **{name: partial(_outside_tables, name) for name in c10d.creators_outside_tables()},
@@ -279,7 +279,7 @@ def _coalesces(operations: Any) -> bool:
     if not isinstance(group, ReloadableProcessGroup):
         return False
     try:
-        if not group._get_backend(operations[0].tensor.device).supports_coalescing:
+        if not c10d.backend_for(group, operations[0].tensor.device).supports_coalescing:
             return False  # torch checks the operations, and issues each one separately
         c10d.check_batch(operations)
     except Exception:

@@ -31,7 +31,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,11 +42,10 @@ from ..errors import ReloadpgError
 from ..groups.creation import verbatim
 from ..groups.proxy import ReloadableProcessGroup as _Group
 from ..groups.registry import registry
-from ..groups.wrappers import manage_world
 from ..lifecycle import memory
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.connect import Connect
-from ..lifecycle.install import install, is_installed
+from ..lifecycle.install import install, is_installed, reload_world
 from ..lifecycle.offload import offload
 from ..lifecycle.reload import reload
 from ..reports import Report
@@ -130,13 +128,9 @@ def register_default_process_group(timeout: timedelta | float) -> None:
             "changed. Call it after init_process_group()."
         )
     timeout = as_timedelta(timeout, "timeout", "nothing was changed")
-    with registry.lock:
-        options = registry.options
-        if options is None:
-            _registered[os.getpid()] = timeout
-            return
-        registry.options = replace(options, selection=replace(options.selection, world=True))
-        manage_world(None)
+    if not reload_world():
+        _registered[os.getpid()] = timeout
+        return
     world = c10d.world()
     if isinstance(world, _Group):
         world.set_default_timeout(timeout)

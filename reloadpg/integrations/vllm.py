@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidOptionError
+from ..groups.registry import registry
 from ..lifecycle.install import is_installed
 from ..lifecycle.offload import offload
 from ..lifecycle.reload import reload
@@ -110,7 +111,7 @@ class Server(EngineServer):
 
 
 def _is_installed(worker: Any) -> bool:
-    return is_installed()
+    return is_installed() or registry.off
 
 
 def _offload(worker: Any) -> dict[str, float | int | str | bool]:

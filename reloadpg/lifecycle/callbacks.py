@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch.distributed import ProcessGroup
+
+from .. import c10d
 from ..errors import InvalidOptionError
 from ..groups.sets import Chosen
 from ..reports import Report
@@ -18,6 +23,16 @@ class Callback(NamedTuple):
     name: str
     function: Callable[[], object]
     sets: Chosen
+
+
+class GenerationCallback(NamedTuple):
+    """A library's callbacks for the generations of one group; see :func:`on_generation`."""
+
+    name: str
+    group: weakref.ref[ProcessGroup]
+    before: Callable[[Any, Any], object] | None
+    after: Callable[[Any, Any], object] | None
+    package: str
 
 
 @dataclass
@@ -33,14 +48,20 @@ class Callbacks:
     offload: list[Callback] = field(default_factory=list)
     before_reload: list[Callback] = field(default_factory=list)
     reload: list[Callback] = field(default_factory=list)
+    generation: list[GenerationCallback] = field(default_factory=list)
     report: list[Callable[[Any], object]] = field(default_factory=list)
     install: list[Callable[[], object]] = field(default_factory=list)
     uninstall: list[Callable[[], object]] = field(default_factory=list)
 
     def after_fork(self) -> None:
         """In a forked child: keep those of installations, whose patches the child keeps."""
-        for kept in (self.begin, self.offload, self.before_reload, self.reload, self.report):
+        operations = (self.offload, self.before_reload, self.reload, self.generation)
+        for kept in (self.begin, self.report, *operations):
             kept.clear()
+
+    def of_generations(self, group: ProcessGroup) -> list[GenerationCallback]:
+        """List the callbacks for the generations of a group, in the order of registration."""
+        return [one for one in list(self.generation) if one.group() is group]
 
 
 callbacks = Callbacks()
@@ -90,6 +111,63 @@ def on_reload(
     """
     due = callbacks.before_reload if before else callbacks.reload
     return register(due, _entry(callback, name, "on_reload", sets))
+
+
+def on_generation(
+    group: ProcessGroup | None = None,
+    *,
+    before: Callable[[Any, Any], object] | None = None,
+    after: Callable[[Any, Any], object] | None = None,
+    name: str = "",
+    package: str = "",
+) -> Callable[[], None]:
+    """Register what a library does when a generation of a group ends and the next one is live.
+
+    Local; for libraries that keep something that belongs to a group's communicator, such as a
+    pointer to it. On each member, ``before(group, backend)`` runs while the group is live, after
+    the callbacks of :func:`on_offload`; ``after(group, backend)`` runs when all groups are live on
+    all ranks, before those of :func:`on_reload`. The calls are made group by group in an order that
+    all members share, and for one group in the order of registration, which must be the same on its
+    members. So a callback can run collectives on its group.
+
+    A suspended group keeps its generation: nothing is called. :func:`reloadpg.recovery.recover`
+    calls ``after`` only, since the communicators are broken. If a callback raises before a group is
+    released, nothing was changed, and ``before`` is called again at the next offload.
+
+    Args:
+        group: the group; None for the default group. A group that is not reloadable keeps its
+            communicator, and nothing is called.
+        before: called with the group and the backend object whose generation ends.
+        after: called with the group and the new backend object.
+        name: name for messages; by default the callback's name.
+        package: the package whose handles these callbacks drop, such as ``deep_ep``: what it has
+            taken out of the group no longer counts as borrowed. By default the caller's package.
+
+    Returns:
+        A function that removes the callbacks; idempotent.
+
+    Raises:
+        InvalidOptionError: ``group`` is no group, or neither callback is given, or one is not
+            callable; nothing was registered.
+    """
+    where = "on_generation"
+    group = c10d.world() if group is None else group
+    if not isinstance(group, ProcessGroup):
+        raise InvalidOptionError(
+            f"{where}({group!r}): not a process group; nothing was registered. Pass a group, or "
+            "create the default group first."
+        )
+    given = [one for one in (before, after) if one is not None]
+    if not given:
+        raise InvalidOptionError(f"{where}(): nothing was registered. Pass before, after or both.")
+    for one in given:
+        _check(one, where)
+    package = package or str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+    name = name or getattr(given[0], "__qualname__", repr(given[0]))
+    registered = callbacks.generation
+    registered[:] = [one for one in registered if one.group() is not None]
+    entry = GenerationCallback(name, weakref.ref(group), before, after, package)
+    return register(registered, entry)
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:

@@ -9,13 +9,12 @@ a kernel (``eager_connect_single_device``); collectives run one group after the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
-from torch._C._distributed_c10d import Backend as CppBackend
 from torch.distributed import ProcessGroup
 
-from ..c10d import devices, is_connected, raise_for_aborted
+from ..c10d import backend_for, connects_eagerly, devices, is_connected, raise_for_aborted
 from ..errors import InvalidOptionError, PeerFailedError, RebuildError
 from ..groups.proxy import ReloadableProcessGroup
 from ..rendezvous.worker_thread import Task
@@ -33,20 +32,14 @@ def validate(connect: str | None, caller: str = "reload") -> None:
 
 
 def connects_alone(group: ReloadableProcessGroup) -> bool:
-    """Whether the backend of a live group connects without a collective.
-
-    Torch's base class has the method and does nothing; gloo connects at its creation.
-    """
-    backend = group._get_backend(_device(group))
-    own = getattr(type(backend), "eager_connect_single_device", None)
-    known = backend.name().startswith(("gloo", "nccl"))
-    return own is not None and (known or own is not CppBackend.eager_connect_single_device)
+    """Whether the backend of a live group connects without a collective."""
+    return connects_eagerly(backend_for(group, _device(group)))
 
 
 def connect_group(group: ReloadableProcessGroup) -> None:
     """Connect the communicator of a live group, without a kernel. Collective, idempotent."""
     device = _device(group)
-    backend = cast(Any, group._get_backend(device))
+    backend = backend_for(group, device)
     if not is_connected(backend):
         backend.eager_connect_single_device(device)
 

@@ -7,17 +7,20 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
 from .. import _TESTED_TORCH, c10d
 from ..errors import InvalidOptionError, PatchConflictError
+from ..groups.borrowed import POLICIES
 from ..groups.patches import Patches, patch_savers_when_loaded
+from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
-from ..settings import as_timedelta, refuse_unknown_variables
+from ..settings import IS_OFF, as_timedelta, refuse_unknown_variables
 from ..texts import counted
 from .callbacks import callbacks
 from .job import jobs
@@ -65,6 +68,7 @@ def install(
     exclude: Iterable[str] | str | None = None,
     sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
     recoverable: bool = False,
+    borrowed: str = "suspend",
 ) -> Installation:
     """Make process groups reloadable from now on.
 
@@ -75,6 +79,9 @@ def install(
     An option that is None is read from ``RELOADPG_BACKENDS``, ``RELOADPG_EXCLUDE``,
     ``RELOADPG_STRATEGY`` or ``RELOADPG_TIMEOUT_S`` if that variable is set; otherwise it has the
     default below. ``RELOADPG_LOG_LEVEL`` sets the level of the logger ``reloadpg``.
+
+    With ``RELOADPG=off`` in the environment it changes nothing and logs one line. All operations
+    then return at once, as without a default group; :func:`register_group` returns the plain group.
 
     Args:
         backends: names of the backends whose groups become reloadable; None means all that serve
@@ -108,6 +115,15 @@ def install(
             leaves wrong values without an error; :func:`retrying` and :func:`offload` detect this.
             Each process writes a mark to the job's store, so that another process can replace it
             (:func:`rejoin`).
+        borrowed: what an offload does about a group of which other code has taken a pointer to the
+            communicator, or a window, that it could use after the release. ``suspend`` (the
+            default): the group is suspended, which keeps the pointer valid; where it cannot be, the
+            offload raises :class:`~reloadpg.errors.BorrowedError`, which names the holder, before
+            anything is changed. ``refuse``: it raises in both cases. ``warn``: the group is
+            released, and the report's warnings name the holder. With these, other code gets backend
+            objects that raise when their generation has ended. ``ignore``: it gets torch's own
+            objects, and nothing is recorded. See ``status().borrowed`` and :func:`on_generation`.
+            Equal on all ranks.
 
     Returns:
         A handle; as a context manager it uninstalls at the end of the block.
@@ -117,9 +133,10 @@ def install(
             begins with ``RELOADPG_``; with ``recoverable``, a variable has another value, or NCCL
             groups were created without these variables; torch uses TorchComms.
         PatchConflictError: already installed with other options.
+        UnsupportedTorchError: the installed torch lacks names that this library uses.
     """
     given = (backends, min_size, world, strategy, timeout, parallelism, exclude, sets, recoverable)
-    return _install(_options(os.environ, *given), by_environment=False)
+    return _install(_options(os.environ, *given, borrowed), by_environment=False)
 
 
 def install_by_environment() -> Installation:
@@ -142,8 +159,10 @@ def _options(
     exclude: Iterable[str] | str | None = None,
     sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
     recoverable: bool = False,
+    borrowed: str = "suspend",
 ) -> Options:
     """Return the given options, completed by those of the environment."""
+    c10d.refuse_missing("install", nothing="installed")  # they name torch's backends
     read = {"strategy": "recreate", "timeout": timedelta(minutes=5), **options_of(environ)}
     selection = Selection.of(
         read.get("backends") if backends is None else backends,
@@ -163,7 +182,12 @@ def _options(
             f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
             "Pass 1 to release groups one after the other."
         )
-    return Options(selection, policy, limit, parallelism, recoverable)
+    if borrowed not in POLICIES:
+        raise InvalidOptionError(
+            f"install(borrowed={borrowed!r}): it is {', '.join(POLICIES[:-1])} or {POLICIES[-1]}; "
+            "nothing was installed."
+        )
+    return Options(selection, policy, limit, parallelism, recoverable, borrowed)
 
 
 def _install(options: Options, *, by_environment: bool) -> Installation:
@@ -179,6 +203,11 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
 def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
     refuse_unknown_variables(os.environ, "install")
     set_log_level(os.environ)
+    if registry.off:
+        if IS_OFF not in registry.warned:
+            registry.warned.add(IS_OFF)
+            logger.warning("%s: torch is unchanged, and no group is reloadable", IS_OFF)
+        return Installation(options, owner=False)
     with registry.lock:
         in_place = registry.options
         if registry.patches is not None and in_place is not None:
@@ -200,6 +229,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
         registry.options, registry.patches = options, patches
         patches.patch_savers()
         patch_savers_when_loaded()
+        ReloadableProcessGroup.lends = options.borrowed != "ignore"
         registry.by_environment = by_environment
         registry.variables = variables
         os.environ.update({name: value for name, (value, _) in variables.items()})
@@ -211,6 +241,23 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
             registry.options = registry.patches = None
             raise
         return Installation(options, owner=True)
+
+
+def reload_world() -> bool:
+    """Make the default group reloadable that ``install(world=False)`` leaves as it is.
+
+    Local; idempotent. Call it on all ranks.
+
+    Returns:
+        Whether reloadpg is installed; otherwise nothing was changed.
+    """
+    with registry.lock:
+        options = registry.options
+        if options is None:
+            return False
+        registry.options = replace(options, selection=replace(options.selection, world=True))
+        manage_world(None)
+        return True
 
 
 _BY_ENVIRONMENT = "RELOADPG_AUTOINSTALL installed at import torch, with the environment's options"

@@ -144,9 +144,12 @@ class Jobs(JobHooks):
         self._predecessor: Predecessor | None = None
 
     def current(self, operation: str) -> Job | None:
-        """Return the job of the current default group, which may join one; None without a group."""
+        """Return the job of the current default group, which may join one; None without a group.
+
+        Also None if the library is off: every operation is then one without a job.
+        """
         world = c10d.world()
-        if world is None:
+        if world is None or registry.off:
             self._job = None
             return None
         if registry.is_inherited(world):

@@ -9,17 +9,20 @@ from typing import Literal, overload
 
 from .. import c10d
 from ..c10d import devices, release_cautions
+from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
+from . import memory
 from .callbacks import callbacks
 from .job import Job
 from .operation import Operation
 from .pending import Pending
 from .record import nothing_released
 from .recreate import Releases
+from .rehearsal import rehearse
 from .run import await_unfinished, perform
-from .strategy import bytes_kept
+from .strategy import bytes_kept, verify
 from .suspend import suspend
 
 
@@ -69,6 +72,8 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         DisagreementError: the calls of the ranks differ; nothing was changed.
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.
+        BorrowedError: other code holds a pointer that the offload would invalidate; nothing was
+            changed: see ``install(borrowed=...)``.
         ReleaseError: a group could not be released on this rank.
         torch.distributed.DistBackendError: a collective was aborted on this rank, so its results
             are wrong; nothing was changed. Call :func:`recover`.
@@ -95,15 +100,23 @@ def release(op: Operation, collect: bool = False) -> Report:
 def _release(op: Operation, job: Job, collect: bool) -> None:
     await_unfinished(op, job)
     live = [group for group in reversed(op.changes.groups) if group.is_live]
+    # Torch's debug mode wraps each backend, but cannot wrap that of the rehearsal.
+    if live and not registry.rehearsed and not c10d.wraps_backends():
+        op.do("enter", partial(rehearse, job.world), "rehearsing on a group of this process")
+        registry.rehearsed = True
     # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,
     # it is the first one.
+    strategy = op.changes.strategy
+    proposals, subjects = strategy.propose(live)
     calls = bool(op.due(callbacks.offload)) or op.may_suspend
+    calls = calls or strategy.extends or bool(op.of_generations(live, "before"))
     if not calls:
         _quiesce(op, "enter")
-    proposals, subjects = op.changes.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
-    op.record.warnings += op.changes.strategy.decide(live, proposed)
-    op.call(callbacks.offload)
+    op.record.warnings += strategy.decide(live, proposed)
+    ending = [group for group in live if group.history.strategy == "recreate"]
+    op.call([*callbacks.offload, *op.of_generations(ending, "before")])
+    _forget_told(ending)
     live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
         _quiesce(op, "quiesced")
@@ -113,10 +126,15 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     kept = [group for group in live if group.history.strategy != "recreate"]
     if any(one.startswith("nccl") for g in recreated for one in g.construction.released.values()):
         op.record.warnings += release_cautions()
+    held = memory.in_use() if kept else {}
     if op.may_suspend:
         op.each("suspended", kept, suspend)
         op.barrier("suspended")
         op.record.measure("suspended")
+    else:  # communicators that other code has borrowed
+        op.each("released", kept, suspend)
+    suspended = [group for group in kept if group.history.strategy == "suspend"]
+    op.record.warnings += verify(suspended, held, memory.in_use()) if kept else []
     releases = Releases(job)
     op.each("released", recreated, releases.release)
     if collect:
@@ -125,10 +143,18 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.record.measure("released")
     op.barrier("released")
     op.record.warnings += releases.held()
-    op.record.warnings += bytes_kept([g for g in kept if g.history.strategy == "suspend"])
+    op.record.warnings += bytes_kept(suspended)
     op.complete("" if live else "no live reloadable group")
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
+
+
+def _forget_told(groups: list[ReloadableProcessGroup]) -> None:
+    """Forget what libraries have taken out of these groups that have dropped it in a callback."""
+    for group in groups:
+        if group.known_loans is not None:
+            for one in callbacks.of_generations(group):
+                group.known_loans.forget(one.package)
 
 
 def _quiesce(op: Operation, phase: str) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import groupby
 
@@ -19,16 +20,19 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
+from ..groups.borrowed import lend
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
+from ..groups.selection import Selection, StrategyPolicy
 from ..groups.sets import ALL, Chosen
 from ..rendezvous.plan import Proposal
 from ..rendezvous.round import Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt
 from ..reports import OperationStatus, Report
+from ..settings import IS_OFF
 from .callbacks import Callback, callbacks
 from .job import Job, jobs
 from .record import Record
@@ -47,6 +51,9 @@ OPTIONAL = {"offload": ("quiesced",), "reload": ("rebuilt",)}
 
 TOUCHING = ("suspended", "released", "resumed", "agreed", "rebuilt", "done")
 """The phases in which groups change: if a round ends there, the groups have failed."""
+
+_DEFAULTS = Options(Selection.of(None, 2, True), StrategyPolicy("recreate"), timedelta(minutes=5))
+"""The options of an operation that does nothing, because the library is off."""
 
 Action = Callable[[ReloadableProcessGroup, Attempt, int], object]
 
@@ -74,17 +81,18 @@ class Operation:
     """
 
     def __init__(self, name: str, chosen: Chosen = ALL) -> None:
-        if registry.options is None:
+        if registry.options is None and not registry.off:
             raise NotInstalledError(
                 f"{name}() was called, but reloadpg is not installed; nothing was changed. Call "
                 "reloadpg.install() before the process groups are created."
             )
         self.name = name
-        self.options: Options = registry.options
+        self.options = registry.options or _DEFAULTS
         self.may_suspend = self.options.strategy.may_suspend
         self.chosen = chosen
         self.record = Record(name, chosen)
-        self.report = Report(name, False, 0, note="torch.distributed is not initialized")
+        note = IS_OFF if registry.off else "torch.distributed is not initialized"
+        self.report = Report(name, False, 0, note=note)
         self.activity = ""
         self.opened = False
         self.job: Job | None = None
@@ -145,6 +153,11 @@ class Operation:
                 if group not in saving and (self.name == "offload" or not group.is_live):
                     self._reserved.append(group)
                     group.reserve(under_way)
+
+    def reserve_all(self) -> None:
+        """Reserve the groups that a reload has only now released."""
+        if self._under_way is not None:
+            self.reserve(self._under_way)
 
     def _saves(self) -> dict[futures.Future[object], ProcessGroup]:
         """The asynchronous saves on groups whose backend of the CPU will be released. Local."""
@@ -214,8 +227,7 @@ class Operation:
             doing = f"waiting for an async_save of a checkpoint that uses {names}"
             with self.record.timed("saves"):
                 self.do(phase, partial(futures.wait, saves), doing)
-            if self._under_way is not None:
-                self.reserve(self._under_way)
+            self.reserve_all()
 
     def do(self, phase: str, work: Callable[[], object], doing: str) -> None:
         """Run blocking work before a barrier; see :meth:`Round.run`."""
@@ -294,6 +306,27 @@ class Operation:
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
         return [one for one in callbacks if self.changes.concerned.overlaps(one.sets)]
+
+    def of_generations(
+        self, groups: Sequence[ReloadableProcessGroup], moment: str
+    ) -> list[Callback]:
+        """Return the calls of ``on_generation`` for these groups, in the order that members share.
+
+        Args:
+            groups: the groups.
+            moment: ``before`` their generations end, or ``after`` the next ones are live.
+        """
+
+        def call(function: Callable[..., object], group: ReloadableProcessGroup) -> None:
+            if group.is_live:  # an earlier callback may have destroyed it
+                function(group, lend(group))
+
+        return [
+            Callback(f"{one.name} for {group!r}", partial(call, function, group), ALL)
+            for group in groups
+            for one in callbacks.of_generations(group)
+            if (function := getattr(one, moment)) is not None
+        ]
 
     def call(self, callbacks: Sequence[Callback]) -> None:
         """Call user callbacks in the caller's thread; an error names the callback."""

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from torch.distributed import ProcessGroup
 
 from .. import c10d
+from ..groups.borrowed import borrowed
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
-from ..reports import Fault, GroupReport, Report, Span
+from ..reports import Borrowed, Fault, GroupReport, Report, Span
 from . import memory
 from .callbacks import callbacks
 from .job import Job
@@ -75,8 +76,12 @@ class Record:
                 choice.reason,
                 history.held_bytes,
                 group.set_name,
+                history.suspended_bytes if self._pins(choice) else 0,
             )
         )
+
+    def _pins(self, choice: Choice) -> bool:
+        return self.operation == "offload" and choice.strategy == "suspend"
 
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
         self.measure("after")
@@ -90,6 +95,8 @@ class Record:
             if registry.options is not None and not registry.managed():
                 warnings += nothing_released(registry.options)
         warnings += [f"{one}: its memory is not free" for one in unfinished]
+        held = borrowed([g for g in registry.managed() if g.set_name in self.chosen])
+        warnings += [text for one in held if (text := _lost(one))]
         return Report(
             self.operation,
             bool(self.groups),
@@ -109,6 +116,7 @@ class Record:
             self.faults,
             self.replaced,
             str(self.chosen),
+            held,
         )
 
 
@@ -138,6 +146,17 @@ def nothing_released(options: Options) -> list[str]:
         f"nothing was released, since no group is reloadable: {why}. Installed with "
         f"{options.selection}; call {remedies} to make them reloadable."
     ]
+
+
+def _lost(one: Borrowed) -> str:
+    """Warn of what can no longer be used, or is no longer in effect; empty if it can be."""
+    if not one.ended:
+        return ""
+    if one.raw:
+        return f"{one}: a use of it is a use after free; it must be taken again after each reload"
+    if one.what in ("abort hook", "memory pool"):
+        return f"{one}: it is no longer registered; register it again after each reload"
+    return ""
 
 
 def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:

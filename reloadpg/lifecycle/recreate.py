@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from .. import c10d
+from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..rendezvous.worker_thread import Attempt, Task, Wait
@@ -53,8 +53,8 @@ class Releases:
             aborts = self._aborts and c10d.shares_lock(communicators(inner, group.construction))
             self.job.doomed[group] = repr(group), parts
             group.detach()
-        if group._has_hooks():
-            inner._wait_for_pending_works()
+        if group.has_hooks:
+            c10d.await_hooks(inner)
         if group.construction.destroy is not None:
             group.construction.destroy(inner)
         else:
@@ -211,7 +211,7 @@ def rebuild(
     op.each("rebuilt", checked, rebuilds.check, parallelism=1)
     op.record.measure("rebuilt")
     op.barrier("rebuilt")
-    op.call(callbacks.reload)
+    op.call([*op.of_generations(gone, "after"), *callbacks.reload])
     op.barrier("done")
     op.complete("" if op.record.groups else "no reloadable group here")
 
@@ -285,7 +285,11 @@ def abort(
             group.release_kept()
     started = []
     for group, (shown, parts) in list(job.doomed.items()):
-        one = Unfinished(shown, Task(lambda parts=parts: _abort(parts), "abort"))  # type: ignore[misc]
+        try:
+            task = Task(lambda parts=parts: _abort(parts), "abort")  # type: ignore[misc]
+        except ReloadpgError:  # no thread can be started: the next operation tries again
+            break
+        one = Unfinished(shown, task)
         job.unfinished.append(one)
         started.append(one)
         job.doomed.pop(group, None)  # an abandoned thread may have destroyed it

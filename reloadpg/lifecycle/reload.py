@@ -6,15 +6,17 @@ from functools import partial
 from typing import Literal, overload
 
 from ..c10d import devices
-from ..groups.proxy import GroupState
+from ..errors import DisagreementError
+from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.sets import Chosen
+from ..rendezvous.decision import Decision
 from ..reports import Report
 from .callbacks import callbacks
 from .connect import Connect, validate
 from .job import Job
-from .operation import Operation
+from .operation import OPTIONAL, PHASES, SUSPENDING, Operation
 from .pending import Pending
-from .recreate import rebuild
+from .recreate import abort, rebuild
 from .run import await_unfinished, perform
 from .suspend import check_room, resume
 
@@ -34,6 +36,9 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
     call torch's original function with the arguments captured at its creation. Settings that were
     changed later (timeouts, description) are carried over. Groups that the user destroyed stay
     destroyed.
+
+    An operation can end differently on the ranks, if a link or the store fails. If their states
+    differ, all ranks release the groups that are live, and rebuild all groups of these sets.
 
     Args:
         sets: the sets to reload, such as ``"engine"``; none for all. Every rank of the job makes
@@ -81,21 +86,62 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     await_unfinished(op, job)
     if op.changes.was_offloaded:
         op.call(callbacks.before_reload)
-    op.agree(connect=how, extends=bool(op.due(callbacks.reload)))
+    suspended = [g for g in op.changes.groups if not g.is_live and g.communicator is not None]
+    if suspended and not op.may_suspend:  # no other barrier precedes the resume
+        devices.empty_cache()
+        op.do("enter", lambda: check_room(suspended, op.world.rank()), "checking free memory")
+    try:
+        op.agree(connect=how, extends=_calls(op))
+    except DisagreementError:
+        decision = op.round.decision
+        if decision is None or not decision.generation:
+            raise
+        _rebuild_all(op, job, how, decision)
+        return
     if not op.changes.was_offloaded:
         op.complete("nothing is offloaded")
         return
     with op.record.timed("device"):
         devices.empty_cache()
-    suspended = [g for g in op.changes.groups if not g.is_live and g.communicator is not None]
     if op.may_suspend:
         op.do("room", lambda: check_room(suspended, op.world.rank()), "checking free memory")
         op.barrier("room")
         op.each("resumed", suspended, resume)
         op.barrier("resumed")
         op.record.measure("resumed")
-    # Groups that a callback has destroyed are not rebuilt.
-    gone = [
-        g for g in op.changes.groups if g.communicator is None and g.state != GroupState.DESTROYED
-    ]
-    rebuild(op, job, gone, how, kept=suspended)
+    else:
+        op.each("rebuilt", suspended, resume)
+    rebuild(op, job, _without_communicator(op), how, kept=suspended)
+
+
+def _calls(op: Operation) -> bool:
+    """Whether this rank has callbacks to call after the rebuild."""
+    told = any(callbacks.of_generations(group) for group in op.changes.groups)
+    return told or bool(op.due(callbacks.reload))
+
+
+def _without_communicator(op: Operation) -> list[ReloadableProcessGroup]:
+    """The groups to rebuild. Groups that a callback has destroyed are not rebuilt."""
+    groups = op.changes.groups
+    return [g for g in groups if g.communicator is None and g.state != GroupState.DESTROYED]
+
+
+def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> None:
+    """Rebuild all groups of the chosen sets, on whose state the ranks disagree.
+
+    A link that was down, or a store that did not respond, can let an operation end differently on
+    the ranks. Those that have live groups release them.
+    """
+    op.changes.rebuild_all(decision.generation)
+    phases = [phase for phase in PHASES[op.name] if phase not in SUSPENDING]
+    op.open(job.rendezvous.open(op.name, phases, op.round.seconds, OPTIONAL[op.name]))
+    op.agree(connect=how, extends=_calls(op))
+    reason = f"The ranks disagreed on the state: {decision.text}."
+    op.record.warnings.append(f"all groups were rebuilt. {reason}")
+    op.changes.mark_offloaded()
+    abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason)
+    op.reserve_all()
+    await_unfinished(op, job)
+    with op.record.timed("device"):
+        devices.empty_cache()
+    rebuild(op, job, _without_communicator(op), how)

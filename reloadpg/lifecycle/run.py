@@ -117,6 +117,7 @@ def await_unfinished(op: Operation, job: Job) -> None:
 
     A call in C++ may never return and must not block the job.
     """
+    abort(job, [], GroupState.FAILED)  # those for which no thread could be started
     job.unfinished = [one for one in job.unfinished if not one.task.ended]
     destroying = [one for one in job.unfinished if not one.creates]
     end = Wait(op.name, min(_UNFINISHED_S, op.round.seconds / 2))
@@ -127,4 +128,8 @@ def await_unfinished(op: Operation, job: Job) -> None:
 
     if destroying:
         names = ", ".join(dict.fromkeys(one.group for one in destroying))
-        op.do("enter", wait, f"waiting for communicators that are still being destroyed: {names}")
+        op.do(
+            op.round.phase,
+            wait,
+            f"waiting for communicators that are still being destroyed: {names}",
+        )

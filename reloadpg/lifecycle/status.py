@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import c10d
+from ..groups.borrowed import borrowed
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import registry
 from ..groups.sets import TRAINER
@@ -66,6 +67,8 @@ def status() -> Status:
         running=running(),
         sets=_sets(job, shown),
         kept=communicators(),
+        borrowed=borrowed(groups),
+        off=registry.off,
     )
 
 

@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import c10d
+from ..errors import BorrowedError
+from ..groups.borrowed import borrowed
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.selection import StrategyPolicy
-from ..rendezvous.plan import Proposal
+from ..rendezvous.plan import SHUT_DOWN, Proposal
 from ..texts import counted, mebibytes
+from .callbacks import callbacks
 from .job import Job
 from .suspend import communicators
 
@@ -61,13 +64,29 @@ def conclude(mine: Choice, theirs: Choice | None) -> Choice:
     return max(mine, theirs, key=lambda choice: _WEIGHT[choice.strategy])
 
 
-class Strategy:
-    """The choice that one operation makes for each group."""
+_REFUSED = "borrowed"
+"""Subject of the proposal to refuse the operation, which all ranks read."""
 
-    def __init__(self, policy: StrategyPolicy, job: Job) -> None:
+
+def _kept(group: str) -> str:
+    """Subject of the proposal to keep the communicator of a group, which its members read."""
+    return f"borrowed/{group}"
+
+
+class Strategy:
+    """The choice that one operation makes for each group.
+
+    Attributes:
+        extends: whether this rank proposes to keep communicators, or to refuse the operation.
+    """
+
+    def __init__(self, policy: StrategyPolicy, job: Job, borrowed: str = "ignore") -> None:
         self._policy = policy
         self._job = job
+        self._borrowed = borrowed
         self._choices: dict[str, Choice] = {}
+        self._used: dict[str, bool] = {}
+        self.extends = False
 
     def of(self, group: ReloadableProcessGroup) -> Choice:
         return self._choices.get(group.group_name, Choice(group.history.strategy))
@@ -75,7 +94,7 @@ class Strategy:
     def planned(self, group: ReloadableProcessGroup) -> str:
         """The strategy that all members of a group must expect before the choice."""
         if group.state is GroupState.DESTROYED:
-            return "none, it was shut down"
+            return SHUT_DOWN
         if group.is_live:
             return self._policy.wanted(group.group_name, group.group_desc)
         return group.history.strategy if group.communicator is not None else "recreate"
@@ -89,12 +108,39 @@ class Strategy:
             stats = group.memory_stats()
             group.history.held_bytes = None if stats is None else stats.get("total", 0)
             group.history.suspended_bytes = stats.get("suspend", 0) if stats else 0
+            self._used[name] = stats != {}
             obstacle = "" if wanted == "recreate" else self._obstacle(group)
-            choice = self._choices[name] = propose(wanted, obstacle, used=stats != {})
+            if wanted != "recreate":
+                obstacle = obstacle or group.history.shortfall
+            choice = self._choices[name] = propose(wanted, obstacle, used=self._used[name])
             if wanted != "recreate" and choice.strategy != "suspend":
                 proposals.append(choice.to_proposal(name))
+            if choice.strategy == "recreate" and (holder := self._holder(group)):
+                self.extends = True
+                proposals.append(self._protect(group, holder))
         subjects = [name for name, mine in self._choices.items() if mine.strategy != "recreate"]
+        if self._borrowed in _PROTECTS:
+            subjects += [_REFUSED, *map(_kept, self._choices)]
         return proposals, subjects
+
+    def _holder(self, group: ReloadableProcessGroup) -> str:
+        """What other code holds of a group and could use after a release; empty if it is none."""
+        if self._borrowed not in _PROTECTS:
+            return ""
+        told = {one.package for one in callbacks.of_generations(group)}
+        held = [one for one in borrowed([group]) if one.raw and not one.ended]
+        return "; ".join(str(one) for one in held if one.by.partition(".")[0] not in told)
+
+    def _protect(self, group: ReloadableProcessGroup, holder: str) -> Proposal:
+        """Propose to suspend a group instead of recreating it, or to refuse the operation."""
+        if self._borrowed == "suspend":
+            obstacle = self._obstacle(group)
+            if not obstacle:
+                return Proposal(_kept(group.group_name), holder)
+            why = f"The group cannot be suspended, which would keep the pointer valid: {obstacle}."
+        else:
+            why = "Installed with borrowed='refuse'."
+        return Proposal(_REFUSED, f"{holder}. {why}")
 
     def decide(
         self, groups: Sequence[ReloadableProcessGroup], proposed: Mapping[str, str]
@@ -103,11 +149,16 @@ class Strategy:
 
         Returns warnings of groups that are recreated instead of suspended, with the reason.
         """
+        if _REFUSED in proposed:
+            raise _refusal(proposed[_REFUSED])
         recreated: list[str] = []
         for group in groups:
             name = group.group_name
             theirs = Choice.from_text(proposed[name]) if name in proposed else None
-            choice = self._choices[name] = conclude(self._choices[name], theirs)
+            mine = self._choices[name]
+            if _kept(name) in proposed:  # its bytes count less than the pointer
+                mine, theirs = self._keep(group, theirs, proposed[_kept(name)]), None
+            choice = self._choices[name] = conclude(mine, theirs)
             group.history.strategy = choice.strategy
             if choice.strategy == "recreate" and choice.reason:
                 recreated.append(choice.reason)
@@ -118,12 +169,75 @@ class Strategy:
             for count in [recreated.count(reason)]
         ]
 
+    def _keep(self, group: ReloadableProcessGroup, theirs: Choice | None, holder: str) -> Choice:
+        """Keep the communicator of a group that a member has lent, or refuse the operation."""
+        obstacle = self._obstacle(group)
+        if theirs is not None and theirs.strategy == "recreate" and _SHORT not in theirs.reason:
+            obstacle = obstacle or theirs.reason
+        if obstacle:
+            raise _refusal(f"{holder}. A member of the group cannot suspend it: {obstacle}.")
+        if not self._used[group.group_name]:
+            return propose("suspend", "", used=False)
+        return Choice("suspend", f"its communicator is kept: {holder}")
+
     def _obstacle(self, group: ReloadableProcessGroup) -> str:
         """Why a group cannot be suspended; empty if it can."""
         backends = communicators(group.communicator, group.construction)
         obstacles = [c10d.suspend_obstacle(backend) for backend in backends]
         obstacles = obstacles or ["it has no backend object"]
         return next((text for text in (*obstacles, self._job.suspend_obstacle) if text), "")
+
+
+_PROTECTS = ("suspend", "refuse")
+"""Values of ``install(borrowed=...)`` with which an offload invalidates nothing that is used."""
+
+
+def _refusal(why: str) -> BorrowedError:
+    return BorrowedError(
+        f"offload: {why} The offload would release the communicator, and a later use of it is a "
+        "use after free. Nothing was changed on any rank. Let the holder drop it and take it "
+        "again, with reloadpg.on_generation(group, before=..., after=...) or the module of "
+        "reloadpg.integrations for that library; or accept the danger with "
+        "install(borrowed='warn')."
+    )
+
+
+_SHORT = "an earlier suspend gave back"
+
+
+def verify(
+    groups: Sequence[ReloadableProcessGroup], before: Mapping[str, int], after: Mapping[str, int]
+) -> list[str]:
+    """Warn if suspended groups gave back less than their communicators reported. Local.
+
+    All ranks recreate these groups from the next offload on.
+
+    Args:
+        groups: the groups that were suspended.
+        before, after: bytes in use, by source.
+    """
+    expected = sum(group.history.suspended_bytes for group in groups)
+    source = next((name for name in before if name != "rss" and name in after), "")
+    if not groups or (expected and not source):
+        return []
+    freed = before[source] - after[source] if source else 0
+    if expected and freed >= expected * _LEAST_SHARE:
+        return []
+    if not expected and any(group.history.held_bytes is None for group in groups):
+        return []  # the backend reports no bytes
+    short = f"{_SHORT} {mebibytes(freed)} of {mebibytes(expected)}"
+    for group in groups:
+        group.history.shortfall = short
+    why = "NCCL without cuMem (NCCL_CUMEM_ENABLE=0, or a driver without virtual memory) keeps it"
+    return [
+        f"the suspend of {counted(len(groups), 'group')} gave back {mebibytes(freed)} of the "
+        f"{mebibytes(expected)} that NCCL had reported: {why}. All ranks recreate these groups "
+        "from the next offload on"
+    ]
+
+
+_LEAST_SHARE = 0.25
+"""Share of the reported bytes that a suspend must give back; other processes may allocate too."""
 
 
 def bytes_kept(groups: Sequence[ReloadableProcessGroup]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
-from ..rendezvous.plan import GroupPlan, Plan
+from ..rendezvous.plan import GENERATION, GroupPlan, Plan
 from ..texts import did_you_mean
 from .job import Job, Position
 from .strategy import Strategy
@@ -30,6 +30,7 @@ class Transaction:
         strategy: the choice for each group.
         replaced: of a recovery, the ranks that were replaced since the last completed step.
         position: of a recovery, the furthest position of any rank in the loops of ``retrying``.
+        whole: whether all groups of the chosen sets are rebuilt, whatever their state.
     """
 
     def __init__(self, name: str, chosen: Chosen, job: Job, options: Options) -> None:
@@ -46,35 +47,49 @@ class Transaction:
         self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
         if offloads:
             self.concerned = due.joined(group.set_name for group in self.groups if group.is_live)
+        # Ranks that disagree on the state still have the same groups.
+        self._planned = self.groups
+        if name == "reload":
+            self._planned = [g for g in registry.managed() if g.set_name in chosen]
         self._before = [(s, s.offloaded, s.cycles) for s in job.sets.separate(self.concerned)]
         self._cycles = job.cycles + (not self.was_offloaded)
         self.generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (name == "reload" and self.was_offloaded)
-        self.strategy = Strategy(options.strategy, job)
+        self.strategy = Strategy(options.strategy, job, options.borrowed)
         self.replaced = job.replaced
         self.position = Position()
+        self.whole = name == "recover"
+
+    def rebuild_all(self, generation: int) -> None:
+        """Make this a reload of all groups of the chosen sets, whatever their state. Local."""
+        self.whole, self.was_offloaded, self.generation = True, True, generation
+        self.concerned, self.groups = self._chosen, self._planned
+        self.generations = {group: group.generation for group in self.groups}
+        states = self._job.sets.separate(self.concerned)
+        self._before = [(s, s.offloaded, s.cycles) for s in states]
 
     def plan(self, settings: Mapping[str, str]) -> Plan:
-        """The plan, which must be equal on all ranks. A recovery ignores the state of groups."""
-        recovers = self._name == "recover"
-        if not recovers:
-            sets = {"chosen sets": str(self._chosen), "state": self._job.sets.plan()}
-            settings = {"generation": str(self._job.generation), **sets, **settings}
+        """The plan, which must be equal on all ranks; without the state if it is ``whole``."""
+        state = {}
+        if self._name != "recover":
+            settings = {"chosen sets": str(self._chosen), **settings}
+        if not self.whole:
+            state = {GENERATION: str(self._job.generation), "state": self._job.sets.plan()}
         options = {name: str(value) for name, value in self._options.settings().items()}
         groups = tuple(
             GroupPlan(
                 group.group_name,
                 made.ranks,
-                0 if recovers else group.generation,
-                "recreate" if recovers else self.strategy.planned(group),
+                0 if self.whole else group.generation,
+                "recreate" if self.whole else self.strategy.planned(group),
                 made.digest,
                 group.set_name,
                 made.summary,
             )
-            for group in self.groups
+            for group in self._planned
             if not (made := group.construction).is_handed_over
         )
-        return Plan(self._name, dict(settings), groups, options)
+        return Plan(self._name, dict(settings), groups, options, state)
 
     def commit(self) -> None:
         """Record the state that all ranks have after the operation. Idempotent.

@@ -270,7 +270,7 @@ def collectives_begun(groups: Sequence[ReloadableProcessGroup]) -> dict[str, int
         with suppress(RuntimeError):  # not every backend counts
             if group.is_live:
                 key = f"{group.group_name}/{group.construction.ranks[0]}/{group.generation}"
-                found[key] = int(group._get_sequence_number_for_group())
+                found[key] = c10d.sequence_number(group)
     return found
 
 

@@ -38,7 +38,7 @@ def rejoin(*, timeout: timedelta | float | None = None) -> Report:
         ReloadpgError: all others as for :func:`recover`.
     """
     seconds = seconds_of(timeout)
-    if registry.options is None:
+    if registry.options is None and not registry.off:
         raise NotInstalledError(
             "rejoin() was called, but reloadpg is not installed; nothing was changed. Call "
             "reloadpg.install(recoverable=True) before the process groups are created."

@@ -331,12 +331,12 @@ class _Module(_Part):
         self._registered = [
             (owner, name, one)
             for owner in self._module.modules()
-            for name, one in owner._parameters.items()
+            for name, one in c10d.registered_parameters(owner).items()
         ]
         self._named = [
             (owner, name, one, None if one is None else save(one))
             for owner in self._module.modules()
-            for name, one in owner._buffers.items()
+            for name, one in c10d.registered_buffers(owner).items()
         ]
         self._held = [
             (owner, name, save(getattr(owner, name)))
@@ -357,12 +357,13 @@ class _Module(_Part):
 
     def restore(self) -> None:
         for module, name, registered in self._registered:
-            if module._parameters.get(name) is not registered:  # the step has replaced it
-                module._parameters[name] = registered
+            parameters = c10d.registered_parameters(module)
+            if parameters.get(name) is not registered:  # the step has replaced it
+                parameters[name] = registered
         for parameter, gradient, _ in self._gradients:
             parameter.grad = gradient
         for owner, name, buffer, _ in self._named:
-            owner._buffers[name] = buffer
+            c10d.registered_buffers(owner)[name] = buffer
         for held, name, saved in self._held:
             setattr(held, name, saved.tensor)
         for one, name, value in self._flags:
@@ -393,7 +394,7 @@ class _Module(_Part):
                 if given is not None and buffer is not None:
                     c10d.copy_tensors([*c10d.leaves_of(buffer)], given.data)
                 else:
-                    owner._buffers[name] = given and _revived(given)
+                    c10d.registered_buffers(owner)[name] = given and _revived(given)
         flags = [(one, n) for one, n, _ in self._flags if isinstance(one, torch.nn.Module)]
         for (one, name), value in zip(flags, exported["flags"], strict=True):
             setattr(one, name, value)
@@ -532,7 +533,7 @@ def _part(value: Any, buffers: _Buffers) -> _Part:
         return _Optimizer(value, buffers)
     if isinstance(value, (Tensor, dict, list)):
         return _Values(value, buffers)
-    stages = getattr(value, "_stages", None) or [getattr(value, "_stage", value)]
+    stages = c10d.stages_of(value)
     if all(hasattr(stage, "clear_runtime_states") for stage in stages):
         return _Pipeline(value, stages)
     for give, take in _METHODS:

@@ -36,6 +36,10 @@ class Decision:
         extended: whether a rank has requested the optional barriers.
         by: the rank that wrote the decision for ``rank``.
         dead: ranks whose processes have ended, as detected by a rank on the same host.
+        aligns: whether the rank requests a new epoch for an operation, and not a recovery: it may
+            have lost count of the operations, since it lost the store in one.
+        generation: the generation with which the ranks rebuild all groups of a reload, since they
+            disagree on the state alone; otherwise 0.
     """
 
     kind: str
@@ -49,6 +53,8 @@ class Decision:
     extended: bool = False
     by: int = -1
     dead: tuple[int, ...] = ()
+    aligns: bool = False
+    generation: int = 0
 
     @property
     def ok(self) -> bool:
@@ -80,12 +86,17 @@ class Decision:
         if self.kind == "recover":
             unchanged = operation != "recover" and phase == "enter"
             state = "Nothing was changed by this call" if unchanged else "See reloadpg.status()"
-            return PeerFailedError(
-                f"{operation}: rank {self.rank} has called recover(): {self.text.rstrip('.')}. "
-                f"{state}; call reloadpg.recovery.recover() on this rank too.",
-                rank=self.rank,
-                phase=phase,
-            )
+            if self.aligns:
+                text = (
+                    f"rank {self.rank} has called {self.text}(), since it lost the store in an "
+                    f"earlier operation. {state}; call reloadpg.reload() on all ranks."
+                )
+            else:
+                text = (
+                    f"rank {self.rank} has called recover(): {self.text.rstrip('.')}. {state}; "
+                    "call reloadpg.recovery.recover() on this rank too."
+                )
+            return PeerFailedError(f"{operation}: {text}", rank=self.rank, phase=phase)
         if self.kind == "cancelled":
             return PeerFailedError(
                 f"{operation}: rank {self.rank} was interrupted in a step and will not take part "

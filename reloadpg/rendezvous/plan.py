@@ -5,10 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
 from ..texts import format_ranks, named_ranks
+
+GENERATION = "generation"
+"""The state that is the job's number of reloads."""
+
+SHUT_DOWN = "none, it was shut down"
+"""The strategy of a group whose ``shutdown()`` or ``abort()`` the program has called."""
 
 
 class Proposal(NamedTuple):
@@ -54,7 +60,9 @@ class Plan:
 
     Attributes:
         operation: ``offload`` or ``reload``.
-        settings: arguments and state that must be equal on all ranks, by name.
+        settings: arguments that must be equal on all ranks, by name.
+        state: the state of the groups as this rank knows it, by name. Failures can leave ranks with
+            different ones, as they can the generations and strategies of groups.
         groups: what must be equal on all members of each group.
         options: the options of ``install`` that must be equal on all ranks, by name.
     """
@@ -63,6 +71,20 @@ class Plan:
     settings: Mapping[str, str]
     groups: tuple[GroupPlan, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
+    state: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        """The highest generation that this rank knows."""
+        return max([int(self.state.get(GENERATION, 0)), *(g.generation for g in self.groups)])
+
+    def without_state(self) -> Plan:
+        """Return the plan without what failures can leave different between the ranks. Pure."""
+        groups = tuple(
+            replace(one, generation=0, strategy="" if one.strategy != SHUT_DOWN else SHUT_DOWN)
+            for one in self.groups
+        )
+        return replace(self, groups=groups, state={})
 
     def contribution(self, rank: int, size: int) -> int:
         """Return this rank's summand: the sum over all ranks is zero exactly if all plans agree.
@@ -80,7 +102,7 @@ class Plan:
         return total
 
     def _job_digest(self, bits: int) -> int:
-        settings = sorted({**self.options, **self.settings}.items())
+        settings = sorted({**self.options, **self.settings, **self.state}.items())
         return _digest(json.dumps([self.operation, settings]), bits)
 
     def to_json(self) -> str:
@@ -90,14 +112,15 @@ class Plan:
                 dict(self.settings),
                 [astuple(group) for group in self.groups],
                 dict(self.options),
+                dict(self.state),
             ]
         )
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        operation, settings, groups, options = json.loads(text)
+        operation, settings, groups, options, state = json.loads(text)
         built = (GroupPlan(name, tuple(members), *rest) for name, members, *rest in groups)
-        return cls(operation, settings, tuple(built), options)
+        return cls(operation, settings, tuple(built), options, state)
 
 
 def _digest(text: str, bits: int) -> int:
@@ -117,18 +140,36 @@ def differences(plans: Mapping[int, Plan]) -> str:
     Args:
         plans: by rank.
     """
+    return "; ".join(_differences(plans)) or "the plans differ in their digests only"
+
+
+def _differences(plans: Mapping[int, Plan]) -> list[str]:
     if text := _values({rank: f"{plan.operation}()" for rank, plan in plans.items()}):
-        return f"{text}; call the same operation on all ranks"
+        return [text, "call the same operation on all ranks"]
     found = _settings({rank: plan.options for rank, plan in plans.items()})
     if found:
-        return f"{'; '.join(found)}; give install() the same options on all ranks"
+        return [*found, "give install() the same options on all ranks"]
     found = _settings({rank: plan.settings for rank, plan in plans.items()})
-    if found:
-        return "; ".join(found)
-    found = _groups(plans)
+    if not found:
+        found = _settings({rank: plan.state for rank, plan in plans.items()})
+        found += ["reload() on all ranks rebuilds their groups"] if found else []
+    found = found or _groups(plans)
     if len(found) > 3:
         found[3:] = [f"{len(found) - 3} more groups differ"]
-    return "; ".join(found) or "the plans differ in their digests only"
+    return found
+
+
+def reconciled(plans: Mapping[int, Plan]) -> int:
+    """Return the generation with which the ranks rebuild all groups of a reload. Pure.
+
+    Positive if the plans are those of a reload and differ in the state alone, which a reload
+    replaces; otherwise 0.
+    """
+    if any(plan.operation != "reload" for plan in plans.values()):
+        return 0
+    if _differences({rank: plan.without_state() for rank, plan in plans.items()}):
+        return 0
+    return 1 + max(plan.generation for plan in plans.values())
 
 
 def _values(values: Mapping[int, str]) -> str:

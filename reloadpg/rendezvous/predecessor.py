@@ -11,7 +11,7 @@ import os
 import secrets
 from typing import NamedTuple
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from .protocol import base
 

@@ -29,12 +29,15 @@ Close      ends the operation after such a decision: responds (sent, answered), 
 Fail       writes ``failed`` at the first undecided barrier: decided; an interrupt of a step is also
            written where recoveries read it: sent, decided, pending_read; one that joins a recovery,
            or has passed the last barrier, is only written there: sent, pending_read
-Next       moves to the operation that the other ranks have begun: next_read, next_paused
-Recover    requests a recovery, or joins the requested one: recovery_read, entered_read; writes a
-           report (sent), reads whether a rank was interrupted (cancelled_read), takes that back if
-           it was this one (sent), and begins a new epoch. If a recovery has ended without this
-           rank, the rank joins it only if another rank failed in it, and fails as well. Otherwise
-           it requests the next recovery
+Next       moves to the operation that the other ranks have begun: next_read, epoch_read,
+           next_paused
+Recover    requests a recovery, or joins the requested one: recovery_read, requested_read,
+           (recovery_ended or) entered_read; writes a report (sent), reads whether a rank was
+           interrupted (cancelled_read), takes that back if it was this one (sent), and begins a new
+           epoch. If a recovery has ended without this rank, the rank joins it only if another rank
+           failed in it, and fails as well. Otherwise it requests the next recovery. With
+           ``aligns``, a rank that may have lost count of the operations requests an epoch for an
+           operation, or joins the requested one
 Lost       the store did not respond: the result of the last command is unknown
 =========  =====================================================================================
 
@@ -56,7 +59,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .decision import Decision
-from .plan import Plan, Proposal, differences
+from .plan import Plan, Proposal, differences, reconciled
 
 UNDECIDED = Decision("")
 
@@ -216,6 +219,9 @@ class Recover(NamedTuple):
     report: str  # this rank's report to the others
     phases: tuple[str, ...]  # the barriers of the recovery
     replaces: bool  # whether this process replaces one that may have been counted in the epoch
+    aligns: bool = False  # whether the epoch is that of an operation, and not of a recovery
+    insists: bool = False  # whether it is not given up for a recovery in which ranks wait
+    optional: tuple[str, ...] = ()  # the optional barriers of that operation
 
 
 class Lost(NamedTuple):
@@ -249,6 +255,7 @@ class State(NamedTuple):
     at: Handler | None = None  # handles the reply to the outstanding command, if there is one
     asked: int = 0  # the number of that command
     lost: bool = False  # whether the store has failed this operation
+    strayed: bool = False  # whether it may count the operations differently from other ranks
     arrived: bool = False  # whether this rank may have been counted at the next barrier
     waits_long: bool = False  # whether it has marked its wait there as long
     answered: bool = False  # whether its response there may have been counted
@@ -524,7 +531,7 @@ def _continue(state: State) -> Step:
 def _passed(state: State, decision: Decision) -> State:
     spent = state.owned
     state = state._fresh(_left_after(state, decision))
-    return state._replace(passed=decision, confirmed=True, spent=spent, owned=())
+    return state._replace(passed=decision, confirmed=True, spent=spent, owned=(), strayed=False)
 
 
 def _left_after(state: State, decision: Decision) -> tuple[str, ...]:
@@ -689,10 +696,10 @@ def _doing_read(state: State, text: str | None) -> Step:
 def _plans_read(state: State, plans: tuple[str, ...]) -> Step:
     present = [rank for rank in state.members if rank not in state.missing]
     found = {rank: Plan.from_json(text) for rank, text in zip(present, plans, strict=True)}
-    text = "a rank ended before it could report the difference"
+    text, generation = "a rank ended before it could report the difference", 0
     if not state.missing:
-        text = differences(found)
-    return _write_roll(state, replace(state.decision, text=text))
+        text, generation = differences(found), reconciled(found)
+    return _write_roll(state, replace(state.decision, text=text, generation=generation))
 
 
 def _write_roll(state: State, decision: Decision) -> Step:
@@ -774,8 +781,14 @@ def _next(state: State, event: Next) -> Step:
 
 def _next_read(state: State, text: str | None) -> Step:
     if text is None:
-        return _ask(state, _next_paused, Pause(restart=False))
+        return _ask(state, _epoch_read, Read(state.of_recovery()))
     return _idle(state.open(*state.event))
+
+
+def _epoch_read(state: State, text: str | None) -> Step:
+    if int(text or 0) > state.epoch:  # the other ranks have begun it in another epoch
+        return _idle(state._replace(strayed=True))
+    return _ask(state, _next_paused, Pause(restart=False))
 
 
 def _next_paused(state: State, is_left: bool) -> Step:
@@ -786,7 +799,7 @@ def _next_paused(state: State, is_left: bool) -> Step:
 
 
 def _recover(state: State, event: Recover) -> Step:
-    state = state._replace(event=event, joins=True)
+    state = state._replace(event=event, joins=True, strayed=True)
     return _ask(state, _recovery_read, Read(state.of_recovery()))
 
 
@@ -794,28 +807,50 @@ def _recovery_read(state: State, text: str | None) -> Step:
     number = int(text or 0)
     if number <= state.epoch:
         return _bump(state, text or "")
-    key = state.key_of(number, 0, ENTER, "decision")
-    return _ask(state._replace(joining=number), _entered_read, Read(key))
+    request = Read(state.of_recovery(number, "request"))
+    return _ask(state._replace(joining=number), _requested_read, request)
+
+
+def _requested_read(state: State, text: str | None) -> Step:
+    """Join the epoch if it is of the same kind, otherwise request another one.
+
+    A recovery in which ranks wait comes before an operation, except on a rank that has lost count:
+    it may have requested the recovery itself, and the ranks that wait in it request it again.
+    """
+    key = state.key_of(state.joining, 0, ENTER, "decision")
+    if text is None or Decision.from_json(text).aligns == state.event.aligns:
+        return _ask(state, _entered_read, Read(key))
+    if state.event.aligns and not state.event.insists:
+        return _ask(state, _recovery_ended, Read(key))
+    return _bump(state, str(state.joining))
+
+
+def _recovery_ended(state: State, text: str | None) -> Step:
+    if text is not None:
+        return _bump(state, str(state.joining))
+    return _idle(state._replace(joins=False, strayed=False))
 
 
 def _entered_read(state: State, text: str | None) -> Step:
     if text is not None:  # that recovery has begun or ended without this rank
         # The rank that failed there may not join another one, so this rank joins its end.
         failed = Decision.from_json(text).kind in ("failed", "cancelled")
-        if not failed or state.event.replaces:
+        if not failed or state.event.replaces or state.event.aligns:
             return _bump(state, str(state.joining))
     number, event = state.joining, state.event
-    request = Decision("recover", state.rank, event.reason).to_json()
+    request = Decision("recover", state.rank, event.reason, aligns=event.aligns).to_json()
     # The other ranks wait at the first barrier of the operation that this rank would begin next.
     ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
-    if event.replaces:  # its predecessor was counted in a recovery that can no longer complete
+    if event.aligns:
+        ends = [state.key("decision")]
+    elif event.replaces:  # its predecessor was counted in a recovery that can no longer complete
         ends = [state.key_of(state.epoch, 0, phase, "decision") for phase in event.phases]
     todo: tuple[Command, ...] = (
         Set(state.of_recovery(number, state.rank), event.report),
         Swap(state.of_recovery(number, "request"), "", request),
         *(Swap(key, "", request) for key in ends),
     )
-    return _send(state, todo, _read_cancelled)
+    return _send(state, todo, _begin_epoch if event.aligns else _read_cancelled)
 
 
 def _read_cancelled(state: State) -> Step:
@@ -842,13 +877,14 @@ def _cancelled_read(state: State, text: str | None) -> Step:
 
 
 def _begin_epoch(state: State) -> Step:
-    state = state._fresh(state.event.phases)
+    event = state.event
+    state = state._fresh(event.phases)._replace(optional=event.optional)
     state = state._replace(epoch=state.joining, sequence=0, published=False, watches=False)
     return _idle(state._replace(passed=UNDECIDED, noted=UNDECIDED))
 
 
 def _lost(state: State, _: Lost) -> Step:
-    return _idle(state._replace(lost=True))
+    return _idle(state._replace(lost=True, strayed=state.strayed or bool(state.phases)))
 
 
 EVENTS: dict[type[Any], Callable[[State, Any], Step]] = {

@@ -16,11 +16,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NoReturn, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from .. import c10d
-from ..errors import ReloadpgError, RendezvousTimeoutError
+from ..errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from ..settings import GRACE
 from ..texts import named_ranks
 from .decision import Decision, store_lost, store_silent
@@ -28,6 +27,7 @@ from .peers import Peers
 from .plan import Plan, Proposal
 from .predecessor import LOST, Predecessor, process_mark
 from .protocol import (
+    ENTER,
     Arrive,
     Close,
     Command,
@@ -99,6 +99,8 @@ class Rendezvous:
         predecessor: the process that this one replaces in a running job, if any.
         marks: whether to write the marks by which a later process can replace this one.
         watches: whether to watch the processes on this host.
+        counts: whether this process will count the job; one that is refused while it starts takes
+            it for the first one on its store.
 
     Attributes:
         alone: whether this rank has no peers.
@@ -118,6 +120,7 @@ class Rendezvous:
         predecessor: Predecessor | None = None,
         marks: bool = False,
         watches: bool = False,
+        counts: bool = True,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -131,7 +134,8 @@ class Rendezvous:
         self.peers = Peers(rank, watches=watches and root is not None)
         members = tuple(range(size)) if root is not None else (rank,)
         mark = process_mark() if marks else ""
-        self.state = State(rank, members, host=self.peers.host, mark=mark)
+        instance = 0 if counts else 1
+        self.state = State(rank, members, host=self.peers.host, mark=mark, instance=instance)
         if predecessor is not None:
             self.state = self.state._replace(
                 instance=predecessor.instance, confirmed=True, epoch=predecessor.epoch
@@ -169,7 +173,11 @@ class Rendezvous:
             self._give_up_joining()
 
     def connect_ahead(self) -> list[Task[Store]]:
-        """Connect to the store in the background, and count this job if needed. Local."""
+        """Connect to the store in the background, and count this job if needed. Local.
+
+        Also starts the thread with which this rank notifies the others if it can start no other.
+        """
+        self._client.reserve()
         return [] if self.alone else [self._client.connect()]
 
     def end(self) -> None:
@@ -246,6 +254,7 @@ class Rendezvous:
             ReloadpgError: this process has to rejoin the job first.
         """
         self.check_rejoined(operation)
+        self._client.reserve()
         with self._stepping:
             self.state = self.state.open(tuple(phases), tuple(optional))
         return Round(self, operation, seconds)
@@ -502,11 +511,13 @@ class Round:
         share = 0 if rendezvous.alone else plan.contribution(rendezvous.rank, rendezvous.size)
         arrival = Arrive(plan.to_json(), share, tuple(proposals), extends)
         barrier = self._state
+        if barrier.strayed and self._can_align(phase):
+            self._align(barrier)
         while True:
             try:
                 decision = self.barrier(phase, arrival)
                 break
-            except RendezvousTimeoutError:
+            except (RendezvousTimeoutError, PeerFailedError):
                 if not self._catch_up(barrier):
                     raise
         if not decision.proposed or not subjects:
@@ -595,7 +606,7 @@ class Round:
                 if not rendezvous.alone:
                     rendezvous.drive(Poll(seen - reported), wait)
                     reported = seen
-                    if self._state.decision.kind:
+                    if self._state.decision.kind and not self._state.decision.aligns:
                         self._conclude(phase, doing())
                 wait.log(doing)
                 if wait.left == 0 and self._advanced == seen:
@@ -693,19 +704,58 @@ class Round:
             seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
             rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
 
+    def _can_align(self, phase: str) -> bool:
+        """Whether this barrier can be reached in a new epoch. A recovery begins one itself."""
+        return phase == ENTER and self.operation != "recover"
+
+    def _align(self, barrier: State) -> bool:
+        """Begin this operation in a new epoch, in which all ranks count from the same number.
+
+        Returns False if other ranks wait for this one in a recovery.
+        """
+        event = Recover(
+            self.operation,
+            "",
+            barrier.phases,
+            False,
+            aligns=True,
+            insists=barrier.strayed and self._epoch == barrier.epoch,  # once
+            optional=barrier.optional,
+        )
+        wait = Wait(self.operation, min(self.seconds, _REQUEST_S), ENTER)
+        try:
+            self._rendezvous.drive(event, wait)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._rendezvous.cancel_recovery(error)
+            raise
+        if self._state.epoch == self._epoch:
+            return False
+        self._rendezvous.peers.forget()
+        self._move()
+        return True
+
+    def _move(self) -> None:
+        """Continue in the operation to which the state has moved."""
+        self._epoch, self.sequence = self._state.epoch, self._state.sequence
+        self._ended, self.decision = False, None
+
     def _catch_up(self, barrier: State) -> bool:
         """Move to the operation that the others have begun, if this rank missed this one.
 
         Otherwise it would stay one behind. Nothing was changed. Returns whether it has moved.
         """
         decision = self.decision
+        ends = decision is not None and decision.kind == "recover"
+        if ends and self._can_align(barrier.phases[0]):
+            return self._align(barrier)  # unless that recovery goes on, it has ended
         if decision is None or self._rendezvous.rank not in decision.missing:
             return False
         event = Next(barrier.phases, barrier.optional)
         self._rendezvous.drive(event, Wait(self.operation, _NEXT_S, self.phase))
         if self._state.sequence == self.sequence:
-            return False
-        self.sequence, self._ended, self.decision = self._state.sequence, False, None
+            return self._state.strayed and self._align(barrier)
+        self._move()
         return True
 
 

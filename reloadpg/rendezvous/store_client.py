@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 
 from .. import c10d
 from ..errors import ReloadpgError
 from . import protocol
 from .peers import Peers
-from .worker_thread import Task, Wait
+from .worker_thread import SpareThread, Task, Wait
 
 T = TypeVar("T")
 
@@ -162,6 +163,14 @@ class StoreClient:
         self._prepare = prepare
         self._own = HashStore()
         self._connection: Task[Store] | None = None
+        self._spare: SpareThread | None = None
+
+    def reserve(self) -> None:
+        """Start a thread in advance, which sends requests if no other one can be started. Local."""
+        if self._root is not None and (self._spare is None or not self._spare.is_idle):
+            with suppress(ReloadpgError):
+                self._spare = SpareThread()
+                weakref.finalize(self, self._spare.dismiss)
 
     def connect(self) -> Task[Store]:
         """Connect in the background, if not yet connected. Local, non-blocking. Idempotent.
@@ -171,7 +180,7 @@ class StoreClient:
         """
         connection = self._connection
         if connection is None:
-            connection = self._connection = Task(self._connect, "connect")
+            connection = self._connection = Task(self._connect, "connect", spare=self._spare)
         return connection
 
     def _connect(self) -> Store:
@@ -201,7 +210,7 @@ class StoreClient:
         self._connection = None  # an abandoned request, after any interrupt, may hold its lock
         try:
             _await(connection, wait, died)
-            task = Task(partial(question, connection.result()), "store")
+            task = Task(partial(question, connection.result()), "store", spare=self._spare)
             _await(task, wait, died)
             found = task.result()
         except (PeerDied, ReloadpgError):  # the latter: no thread could be started

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Generic, TypeVar, cast
 
 from ..c10d import devices
@@ -71,6 +72,8 @@ class _Exit:
             self.begun = True
         end = time.monotonic() + _EXIT_S
         for thread in threading.enumerate():
+            if isinstance(thread, SpareThread):
+                thread.dismiss()
             if isinstance(thread, LibraryThread) and thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
 
@@ -106,9 +109,44 @@ class LibraryThread(threading.Thread):
                 super().start()
             except RuntimeError as error:
                 raise ReloadpgError(
-                    f"the thread {self.name} was not started: {error}. See the limits of this "
-                    "process for threads and memory (ulimit -a)."
+                    f"cannot start a thread ({self.name}): {error}. See the limits of this "
+                    "process for threads and memory (ulimit -a, pids.max)."
                 ) from error
+
+
+class SpareThread(LibraryThread):
+    """A thread that waits for calls, for when the system starts no other one.
+
+    It makes one call at a time. The exit of the interpreter does not wait for it while it is idle.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="reloadpg-spare", daemon=True)
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._busy = threading.Lock()
+        self.start()
+
+    def run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # it holds references
+            self._busy.release()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it can make a call. False in a forked child, which has no other threads."""
+        return self.is_alive() and not self._busy.locked()
+
+    def take(self, call: Callable[[], object]) -> bool:
+        """Make a call, unless it makes another one. Local, non-blocking."""
+        if not self.is_alive() or not self._busy.acquire(blocking=False):
+            return False
+        self._calls.put(call)
+        return True
+
+    def dismiss(self) -> None:
+        """End it after its current call. Local, non-blocking."""
+        self._calls.put(None)
 
 
 class Wait:
@@ -217,16 +255,28 @@ class Task(LibraryThread, Generic[T]):
         function: the function to call.
         name: name of the thread.
         daemon: if False, the exit of the interpreter waits until the call has returned.
+        spare: makes the call if no thread can be started.
     """
 
-    def __init__(self, function: Callable[[], T], name: str, *, daemon: bool = True) -> None:
+    def __init__(
+        self,
+        function: Callable[[], T],
+        name: str,
+        *,
+        daemon: bool = True,
+        spare: SpareThread | None = None,
+    ) -> None:
         self._ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
         self._device = devices.current_index()
         self._function: Callable[[], T] | None = partial(contextvars.copy_context().run, function)
         super().__init__(name=f"reloadpg-{name}", daemon=daemon)
-        self.start()
+        try:
+            self.start()
+        except ReloadpgError:
+            if exiting() or spare is None or not spare.take(self.run):
+                raise
 
     def run(self) -> None:
         function, self._function = self._function, None

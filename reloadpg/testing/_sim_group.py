@@ -14,11 +14,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
-from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo
+from torch.distributed import DistBackendError, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
 from reloadpg import c10d
 from reloadpg.groups import dispatch
@@ -49,8 +48,7 @@ class Communicator:
         self._store = store
         self._settings = settings
         self._accelerator = accelerator
-        self._early = _gloo("_Options")()
-        self._early._timeout = record.info.timeout
+        self._early = c10d.gloo_options(record.info.timeout)
         self._gloo: Any = None
         self._group: ProcessGroup | None = None
         self._suspended: ProcessGroup | None = None
@@ -114,16 +112,14 @@ class Communicator:
                 "communicator is suspended"
             )
         self._accelerator.check("connect", operation, record)
-        options = _gloo("_Options")()
-        options._devices = [_device(lazy=not eager)]
-        options._timeout = self._early._timeout
+        options = c10d.gloo_options(c10d.timeout_of(self._early), _device(lazy=not eager))
         # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
         store = c10d.clone_store(self._store)
         rank, size = record.info.rank, record.info.size
         gloo = ProcessGroupGloo(store, rank, size, options)
         backends = dict.fromkeys(DEVICES, ("gloo", gloo))
         group = c10d.group_of_backends(rank, size, self._store, backends)
-        cast(Any, group)._set_group_name(record.info.name)
+        c10d.set_name(group, record.info.name)
         with self._changing:
             self.check_alive(operation)  # it may have been aborted while this thread waited
             held = self._settings.bytes_per_communicator
@@ -153,18 +149,18 @@ class Communicator:
         return self._early if self._gloo is None else self._gloo.options
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._early._timeout = timeout
+        self._early = c10d.gloo_options(timeout)
         if self._gloo is not None:
-            self._gloo._set_default_timeout(timeout)
+            c10d.set_timeout(self._gloo, timeout)
 
     set_timeout = _set_default_timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0 if self._gloo is None else int(self._gloo._get_sequence_number_for_group())
+        return 0 if self._gloo is None else c10d.sequence_number(self._gloo)
 
-    def get_error(self) -> ErrorType:
+    def get_error(self) -> Any:
         """Return that no watchdog has found an error. Local; connects nothing."""
-        return ErrorType.SUCCESS
+        return c10d.NO_ERROR
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes by NCCL's names. Local. Raises if the communicator was never used."""

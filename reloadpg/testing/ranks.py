@@ -37,6 +37,7 @@ from typing import Any, Literal
 
 from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, Export, host_store
 from ..errors import ReloadpgError
+from ..texts import counted
 from . import _rank
 from . import standins as standin_libraries
 from ._rank import Job
@@ -55,6 +56,8 @@ _PRELOAD = (
 """Modules that the fork server imports as well if the caller has."""
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_SIZE")
 """Beginnings of variables of the calling process that would be wrong in the ranks."""
+_STANDINS = "standins"
+"""The folder of a run's own job of the stand-ins."""
 _STARTING = threading.Lock()
 """Held while the environment of this process is changed for one that it starts."""
 _SPOILT_CACHES: list[str] = []
@@ -152,7 +155,8 @@ def run_ranks(
         standins: Run on stand-ins for CUDA and NCCL, without a GPU: backend `nccl` is torch's own
             ProcessGroupNCCL (`reloadpg.testing.standins`). Each run is a separate job, unless
             this is a `Job`. None: as the calling process does. The supervisor of the run imports
-            torch again if the calling process does not use them.
+            torch again if the calling process does not use them. A use of a communicator after
+            its release fails the run, with the caller's stack, unless this is a `Job`.
         check: Raise if a rank fails. If False, return one `RankOutcome` per rank instead, and let
             the other ranks continue after a failure.
 
@@ -212,9 +216,14 @@ def run_ranks(
             program=_rank.__file__,
             standins=bool(standins),
         )
-        outcomes, left = _run(job)
-    if left or (check and not all(outcome.ok for outcome in outcomes)):
-        raise RanksFailedError(_message(outcomes, left), outcomes)
+        outcomes, left, uses = _run(job)
+    failed = left or (check and not all(outcome.ok for outcome in outcomes))
+    if failed or (check and uses):
+        text = _message(outcomes, left) if failed else ""
+        if uses:
+            head = f"{counted(len(uses), 'use')} of a communicator after its release (stand-ins)"
+            text = "\n\n".join(filter(None, [head, *uses, text]))
+        raise RanksFailedError(text, outcomes)
     return [outcome.result for outcome in outcomes] if check else outcomes
 
 
@@ -312,7 +321,7 @@ def _standins(
     if isinstance(wanted, standin_libraries.Job):
         yield {**wanted.environment, **hidden}
     elif wanted:
-        with standin_libraries.job(directory / "standins") as job:
+        with standin_libraries.job(directory / _STANDINS) as job:
             yield {**job.environment, **hidden}
     else:
         yield {standin_libraries.JOB: None}
@@ -352,7 +361,7 @@ def _run_directory() -> Iterator[Path]:
 # a run
 
 
-def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
+def _run(job: Job) -> tuple[list[RankOutcome], list[int], list[str]]:
     """Return the `RankOutcome` of each rank, and the ids of processes that could not be killed."""
     started, timed_out, lost = 0.0, False, True
     pids: list[int] = []
@@ -378,6 +387,7 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
                 _outcome(job, rank, pids[rank] if pids else None, started, *end, timed_out, lost)
                 for rank, end in enumerate(ends)
             ]
+            uses = standin_libraries.Job(job.directory / _STANDINS, {}).uses_after_release()
         finally:
             with contextlib.suppress(OSError):
                 connection.send("end")
@@ -386,7 +396,7 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
             supervisor.join(1)
     if any(outcome.signal is not None for outcome in outcomes):
         _SPOILT_CACHES.append(job.environments[0].get("TORCHINDUCTOR_CACHE_DIR", ""))
-    return outcomes, left
+    return outcomes, left, uses
 
 
 def _start(connection: Connection, job: Job) -> BaseProcess:

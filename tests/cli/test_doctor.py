@@ -295,6 +295,19 @@ def test_suspend_support(monkeypatch, version, level, words):
     assert words in finding.message
 
 
+def test_host_memory_for_a_suspend(tmp_path):
+    """What is available is divided by the ranks of the node."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 1 kB\nMemAvailable: {8 * 11 * 720 << 10} kB\n")
+    for ranks, communicators, level in ((8, 11, "note"), (16, 5, "warning")):
+        environ = {"LOCAL_WORLD_SIZE": str(ranks)}
+        (finding,) = doctor.check_host_memory(environ, str(meminfo))
+        assert f"{communicators} communicators of each of {ranks} ranks" in finding.message
+        assert finding.level == level
+    assert of(diagnose(environ={}, strategy="suspend"), "host memory")
+    assert not of(diagnose(environ={}), "host memory")
+
+
 def test_the_launcher_is_named_with_its_missing_variables():
     torchrun = {
         "RANK": "1",
@@ -330,3 +343,31 @@ def test_a_check_that_raises_hides_no_other(monkeypatch):
     found = diagnose().findings
     assert ("foreign wrapper", "note") in [(one.check, one.level) for one in found]
     assert "launcher" in [one.check for one in found]
+
+
+def test_holders_of_communicators_and_their_pitfalls_are_named(monkeypatch):
+    """By the modules that are imported, and the settings of NCCL."""
+    assert not of(diagnose(environ={}), "holders")
+    for module in ("deep_ep", "torch_memory_saver"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    found = diagnose(environ={"NCCL_GRAPH_REGISTER": "1"}, strategy="suspend")
+    note, nvls = (one for one in found.findings if (one.check, one.level) == ("holders", "note"))
+    assert note.message.startswith("deep_ep is imported: DeepEP takes communicators out of groups")
+    assert "explicitly_destroy=True" in note.remedy
+    assert "NVLS" in nvls.message
+    (warning,) = of(found, "holders", "warning")
+    assert warning.startswith("NCCL_GRAPH_REGISTER=1 in the environment: with torch_memory_saver")
+    quiet = {"NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert len(of(diagnose(environ=quiet, strategy="suspend"), "holders")) == 1
+
+
+@pytest.mark.ranks(2)
+def test_what_other_code_holds_of_a_group_is_named():
+    """In a program, with the line."""
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    (message,) = of(diagnose(environ={}), "holders")
+    assert "backend taken by" in message
+    assert "(test_doctor.py:" in message
+    assert backend.rank() == dist.get_rank()

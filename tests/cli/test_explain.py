@@ -127,6 +127,7 @@ def test_nccl_groups_are_explained_without_a_gpu(tmp_path):
     assert "release about 1.5 to 4.8 GB" in page
     assert "(3 NCCL communicators of 2 or more ranks, if each has been used)" in page
     assert "This is an estimate: 0.5 to 1.6 GB per communicator" in page
+    assert 'strategy="suspend" would pin about' in page
     assert "The script failed: ValueError: broken on purpose" in page
     assert 'raise ValueError("broken on purpose")' in page
     assert "frames of torch" in page
@@ -479,6 +480,7 @@ def test_the_memory_estimate_counts_reloadable_nccl_groups():
     assert result["memory"]["communicators"] == 2
     assert result["memory"]["least_bytes"] == 1_000_000_000
     assert result["memory"]["most_bytes"] == 3_200_000_000
+    assert result["memory"]["most_pinned_bytes"] == 1440 << 20
     json.dumps(result)
 
 
@@ -487,3 +489,27 @@ def test_a_group_of_one_rank_holds_no_memory_of_connections():
     one = explain([recorded({"cuda": "nccl"}, 1)], min_size=1)
     assert one["groups"][0]["reloadable"]
     assert one["memory"]["communicators"] == 0
+
+
+BORROWS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+pair = dist.new_group([0, 1])
+dist.barrier()
+for group in (dist.group.WORLD, pair):
+    group._get_backend(torch.device("cuda"))
+"""
+
+
+def test_code_that_takes_backends_out_of_groups_is_listed(tmp_path):
+    """By module and line, with the groups; torch itself is not."""
+    script = tmp_path / "borrows.py"
+    script.write_text(BORROWS)
+    arguments = ("explain", str(script), "--world-size", "4")
+    found = decoded(command(*arguments, "--json"))
+    names = [one["name"] for one in found["groups"]]
+    (one,) = found["borrowed"]
+    assert (one["by"], one["where"], one["groups"]) == ("__main__", "borrows.py:9", names)
+    assert "(borrows.py:9) takes backend objects out of 2 groups" in command(*arguments).stdout

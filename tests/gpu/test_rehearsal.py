@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from datetime import timedelta
@@ -45,17 +46,49 @@ def test_training_of_the_gpu_job(how: str) -> None:
     assert losses[-1] < losses[0]
 
 
+def benchmark(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_page_says_what_has_not_run(tmp_path: Path) -> None:
+    """It is generated, and has no figures without results."""
+    ended = benchmark("--page", tmp_path / "none.json")
+    assert ended.stdout == (ROOT / "docs" / "gpu.md").read_text(), ended.stderr
+    assert "not yet run" in ended.stdout
+
+
+@pytest.mark.standins
+@pytest.mark.slow
+def test_the_steps_over_stand_ins(tmp_path: Path) -> None:
+    """Each is saved when it ends, so a run that is cut off continues; all take some minutes."""
+    path = tmp_path / "results.json"
+    first = benchmark("--standins", "--json", path, "--minutes", 0.5)
+    assert "not begun, 0.5 minutes are over" in first.stdout, first.stdout + first.stderr
+    done = json.loads(path.read_text())["steps"]
+    assert "result" in done["facts"]
+    rest = benchmark("--standins", "--json", path, "--minutes", 8)
+    steps = json.loads(path.read_text())["steps"]
+    assert rest.returncode == 0, rest.stdout + rest.stderr
+    assert done.items() <= steps.items()
+    assert [name for name, step in steps.items() if "error" in step] == []
+    assert steps["recreate, 2 ranks"]["result"]["same_bits"]
+    held = steps["recreate, 2 ranks"]["result"]
+    assert held["released_bytes"] == held["held_bytes"] == held["reported_bytes"]
+    assert "no figures of one" in rest.stdout
+
+
 @pytest.mark.slow
 def test_the_benchmark_ends_cleanly_without_a_gpu() -> None:
     """Exit code 0, and one line that says why nothing was measured."""
     if not gpu_job.no_gpu():
         pytest.skip("there is a GPU here")
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py")],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ended = benchmark()
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "nothing was measured: no CUDA device" in ended.stdout

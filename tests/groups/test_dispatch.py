@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
 from reloadpg import ReloadableProcessGroup
+from reloadpg.errors import GroupDestroyedError
 from reloadpg.groups import dispatch
 
 pytestmark = pytest.mark.matrix
@@ -29,7 +30,7 @@ def test_every_name_of_process_group_is_known():
 def test_no_name_is_defined_that_the_installed_torch_lacks():
     """Torch checks whether some groups have a method, and calls it."""
     own = {name for name in vars(dispatch.Dispatch) if not name.startswith("__")}
-    assert own - NAMES == {"_calls"}
+    assert own - NAMES == {"_calls", "_coalescing"}
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - dispatch.INHERITED))
@@ -106,6 +107,35 @@ def test_a_missing_work_of_the_inner_group_does_not_reach_cpp():
     assert work.is_success()
     assert work.wait()
     assert work.get_future().wait() == []
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("call", ["abort", "shutdown", "offload"])
+def test_a_coalescing_is_ended_on_the_group_on_which_it_was_started(call):
+    """Torch 2.15 aborts all groups within a coalescing of the default group, and then ends it
+    (failure 36).
+    """
+    _start()
+    group = dist.new_group([0, 1], backend="inner")
+    inner, cpu = group.communicator, torch.device("cpu")
+    with dist.distributed_c10d._coalescing_manager(group, cpu):
+        {"offload": reloadpg.offload}.get(call, lambda: getattr(group, call)())()
+    assert [one for one in inner.calls if "coalescing" in one] == [
+        "_start_coalescing",
+        "_end_coalescing",
+    ]
+    with pytest.raises((reloadpg.GroupOffloadedError, GroupDestroyedError)):
+        group._end_coalescing(cpu)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", sorted(dispatch.REMOVALS))
+def test_a_hook_can_be_removed_after_its_communicator(name):
+    """The hooks of a communicator end with it; torch ignores a number that it does not know."""
+    _start()
+    group = dist.new_group([0, 1], backend="inner")
+    reloadpg.offload()
+    assert getattr(group, name)(1) is None
 
 
 def _batch(group):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ from reloadpg.rendezvous.protocol import (
 )
 
 RECOVERY = ("enter", "done")
+OFFLOAD = ("enter", "released")
+RELOAD = ("enter", "done")
 COUNTERS = ("/count", "/answers")
 RECOVERIES = 3
 """Maximum number of recoveries per rank."""
@@ -73,7 +75,13 @@ class Rank(NamedTuple):
         polls: whether it still reads the decision once before it arrives.
         tries: the number of recoveries that it may still start.
         replaces: whether this process replaces one that has died.
-        epoch: the epoch in which its current recovery was requested.
+        epoch: the epoch in which its current operation began.
+        strayed: whether it may have lost count of the operations before the current one.
+        aligns: whether it begins its current operation in a new epoch.
+        asked: the epoch in which it has requested a new one for its current operation.
+        whole: the generation with which its current reload rebuilds all groups; otherwise 0.
+        live: whether its groups are live.
+        generation: the number of the last reload.
     """
 
     state: State
@@ -87,6 +95,18 @@ class Rank(NamedTuple):
     tries: int = RECOVERIES
     replaces: bool = False
     epoch: int = 0
+    strayed: bool = False
+    aligns: bool = False
+    asked: int = -1
+    whole: int = 0
+    live: bool = True
+    generation: int = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of its reload."""
+        state = {"generation": str(self.generation), "state": "live" if self.live else "offloaded"}
+        return Plan("reload", {}, state={} if self.whole else state)
 
 
 class World(NamedTuple):
@@ -138,6 +158,7 @@ class Scenario:
         others: the program of ranks that are not victims, if it differs.
         hosts: the ranks of each host; empty if they watch no process.
         lists: whether the store supports the lists of hosts.
+        states: whether ranks offload and reload groups, with plans that have their state.
     """
 
     size: int
@@ -161,6 +182,7 @@ class Scenario:
     others: tuple[Any, ...] = ()
     hosts: tuple[tuple[int, ...], ...] = ()
     lists: bool = True
+    states: bool = False
 
 
 class Explorer:
@@ -168,11 +190,13 @@ class Explorer:
 
     Attributes:
         ends: the number of terminal worlds.
+        last: the terminal worlds.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.ends = 0
+        self.last: list[World] = []
 
     def start(self) -> World:
         case = self.scenario
@@ -194,11 +218,21 @@ class Explorer:
             world = self._settle(world, n)
         return world
 
-    def explore(self, limit: int) -> bool:
+    def go_on(self, world: World) -> World:
+        """Return a terminal world of another scenario, in which the ranks begin this program."""
+        ranks = (
+            Rank(one.state, self.scenario.program, live=one.live, generation=one.generation)
+            for one in world.ranks
+        )
+        world = world._replace(ranks=tuple(ranks), faults=(), timeouts=0)
+        for n in range(len(world.ranks)):
+            world = self._settle(world, n)
+        return world
+
+    def explore(self, limit: int, starts: Sequence[World] = ()) -> bool:
         """Search breadth-first up to a number of worlds; return whether the search is complete."""
-        first = self.start()
-        known: dict[World, World | None] = {first: None}
-        queue = deque([first])
+        known: dict[World, World | None] = dict.fromkeys(starts or [self.start()])
+        queue = deque(known)
         before: dict[World, list[World]] = {}
         ends = []
         while queue and len(known) < limit:
@@ -215,7 +249,7 @@ class Explorer:
                 if one not in known:
                     known[one] = world
                     queue.append(one)
-        self.ends = len(ends)
+        self.ends, self.last = len(ends), ends[:]
         if not queue:
             self._check_all_can_end(known, before, ends)
         return not queue
@@ -237,9 +271,9 @@ class Explorer:
             if world not in can_end:
                 raise Violation(f"no terminal world is reachable\n{_path(known, world)}")
 
-    def walk(self, seed: int, steps: int) -> World:
+    def walk(self, seed: int, steps: int, start: World | None = None) -> World:
         """Follow one random path."""
-        chance, world = random.Random(seed), self.start()
+        chance, world = random.Random(seed), self.start() if start is None else start
         for _ in range(steps):
             following = list(self.next(world))
             if not following:
@@ -534,6 +568,15 @@ class Explorer:
             if not rank.failing:
                 raise Violation(f"rank {n} requested a recovery, but takes part in none")
             return self._ended(world, n, "failed")
+        if state.joins and rank.failing:  # interrupted while it requested a new epoch
+            return self._ended(world, n, "failed")
+        if rank.aligns:
+            insists = rank.strayed and rank.epoch == state.epoch
+            event = Recover(
+                "reload", "", state.phases, False, True, insists, self.scenario.optional
+            )
+            rank = rank._replace(aligns=False, asked=state.epoch)
+            return self._step(self._with(world, n, rank), n, event)
         if rank.running == "join":
             if not state.instance:
                 raise Violation(f"rank {n} has not joined a job")
@@ -544,6 +587,12 @@ class Explorer:
             decision = state.decision
             behind = decision.kind == "timeout" and n in decision.missing and not rank.failing
             first = rank.running != "recover" and state.phases[0] == rank.running[0]
+            aligns = decision.kind == "recover" or (behind and state.strayed)
+            if aligns and first and not rank.failing and rank.asked != state.epoch:
+                return self._with(world, n, rank._replace(aligns=True))
+            if decision.generation and not rank.failing:
+                again = rank._replace(whole=decision.generation, state=state.open(rank.running))
+                return self._with(world, n, again)
             if behind and first and rank.log[-1:] != ("behind",):
                 asked = rank._replace(log=(*rank.log, "behind"))
                 return self._step(
@@ -573,6 +622,8 @@ class Explorer:
         case = self.scenario
         if state.phases[0] != rank.running[0]:
             return Arrive()
+        if case.states and rank.running == RELOAD:
+            return Arrive(rank.plan.to_json(), rank.plan.contribution(n, case.size))
         share = case.shares[n] if case.shares and self._differs(state) else 0
         plan = ""
         if case.shares or case.proposals or case.optional or (case.polls and case.joins):
@@ -595,15 +646,17 @@ class Explorer:
             event = Recover("fault", "{}", RECOVERY, rank.replaces)
             rank = rank._replace(epoch=rank.state.epoch)
             return self._step(self._with(world, n, rank), n, event)
-        return self._with(
-            world, n, rank._replace(state=rank.state.open(item, self.scenario.optional))
-        )
+        short = self.scenario.states and item == RELOAD and rank.live
+        state = rank.state.open(item[:1] if short else item, self.scenario.optional)
+        strayed = rank.state.strayed
+        rank = rank._replace(state=state, epoch=state.epoch, strayed=strayed, aligns=strayed)
+        return self._with(world, n, rank)
 
     def _ended(self, world: World, n: int, how: str) -> World:
         rank = world.ranks[n]
         program, tries = rank.program, rank.tries
         if how not in ("passed", "joined"):
-            if rank.running == "recover":
+            if rank.running == "recover" and not self.scenario.states:
                 program, tries = ("recover", *program), tries - 1
             elif self.scenario.again and how in ("timeout", "disagree", "failed"):
                 pass
@@ -616,12 +669,18 @@ class Explorer:
             gone = self.scenario.cancels and interrupted and not self.scenario.again
             if gone or not tries:
                 program = ()
+        if self.scenario.states:
+            rank = _with_groups(rank)
         replaces = rank.replaces and not (rank.running == "recover" and how == "passed")
         log = (*(one for one in rank.log if one != "behind"), how)
         rank = rank._replace(
             running="",
             command=None,
             failing=False,
+            strayed=False,
+            aligns=False,
+            asked=-1,
+            whole=0,
             program=program,
             tries=tries,
             log=log[-2:],
@@ -783,7 +842,8 @@ class Explorer:
             for name in ("answer", "arrived")
         }
         if decision.kind == "disagree":
-            if decision.text == "" or (not lacks["answer"] and "generation" not in decision.text):
+            named = "state is" if self.scenario.states else "generation"
+            if decision.text == "" or (not lacks["answer"] and named not in decision.text):
                 raise Violation(f"the result does not name the difference: {decision}")
             return
         named = decision.missing if decision.kind == "timeout" else decision.silent
@@ -827,6 +887,10 @@ class Explorer:
                 raise Violation(f"deadlock: rank {n} waits at {rank.state.at}: {rank.state}")
             if self.scenario.meets and rank.life != "dead" and rank.log[-1:] != ("passed",):
                 raise Violation(f"rank {n} has not completed its program: {rank.log}")
+        if self.scenario.states and self.scenario.meets:
+            at = {(r.live, r.generation, r.state.epoch, r.state.sequence) for r in world.ranks}
+            if len(at) > 1 or not world.ranks[0].live:
+                raise Violation(f"the ranks are not live everywhere: {at}")
         case = self.scenario
         if case.faults:
             return
@@ -865,6 +929,19 @@ def _path(known: dict[World, World | None], world: World) -> str:
                 lines.append(f"rank {n} {rank.life} {rank.running}: {rank.state.at} {rank.command}")
         before = world
     return "\n".join(lines)
+
+
+def _with_groups(rank: Rank) -> Rank:
+    """The rank with the state in which the end of its operation leaves its groups."""
+    end, offloads = rank.state.supposed_end, rank.running == OFFLOAD
+    if rank.running == "recover":
+        number = 100 * rank.state.epoch if end is None else rank.generation
+        return rank._replace(live=end is None, generation=number)
+    if end is not None:
+        return rank._replace(live=rank.live and end == "enter")
+    if offloads or (rank.live and not rank.whole):
+        return rank._replace(live=not offloads)
+    return rank._replace(live=True, generation=rank.whole or rank.generation + 1)
 
 
 def _has_joined(rank: Rank) -> bool:

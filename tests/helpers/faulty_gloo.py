@@ -21,8 +21,8 @@ NAME = "faulty"
 DEVICES = ("cpu", "cuda")
 """The devices that gloo serves."""
 
-Moment = Literal["create", "created", "shutdown", "shut down", "allreduce"]
-"""Before and after a group is created; before and after it is released; before a sum."""
+Moment = Literal["create", "created", "shutdown", "shut down", "abort", "allreduce"]
+"""Before and after a creation, and before and after a release; before an abort or a sum."""
 
 
 @dataclass
@@ -123,6 +123,7 @@ class FaultyGroup(dist.ProcessGroup):
         _come_to("shut down", self.group_name)
 
     def abort(self) -> None:
+        _come_to("abort", self.group_name)
         self._group.abort()
 
 

@@ -59,15 +59,21 @@ def ranks_at_hand() -> int:
     return max(count, 2 if allowed else 1)
 
 
+def device_of(rank: int, backend: str) -> torch.device:
+    """This rank's device, with a context."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if backend != "nccl":
+        simulated.register()
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.ones(1, device=device)
+    return device
+
+
 def start(rank: int, size: int, backend: str, strategy: Any = "recreate") -> torch.device:
     """Start a job in which groups of one rank are also reloadable."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if backend == "nccl":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        simulated.register()
+    device = device_of(rank, backend)
     reloadpg.install(min_size=1, strategy=strategy, timeout=timedelta(seconds=60))
     dist.init_process_group(backend, timeout=TIMEOUT)
     return device
@@ -97,8 +103,9 @@ def used() -> int:
 
 def cycles(rank: int, size: int, backend: str, count: int, strategy: str) -> dict[str, Any]:
     """Offload and reload repeatedly; measure the device's memory after each step."""
-    device = start(rank, size, backend, strategy)
+    device_of(rank, backend)
     empty = used()
+    device = start(rank, size, backend, strategy)
     groups = groups_of(size)
     reference = sums(groups, device, 1)
     rows = []
@@ -133,6 +140,84 @@ def cycles(rank: int, size: int, backend: str, count: int, strategy: str) -> dic
     }
     dist.destroy_process_group()
     return result
+
+
+def growth(rank: int, size: int, backend: str) -> dict[str, int]:
+    """Bytes per communicator: created, used, and left after its end; means of :data:`GROUPS`."""
+    device = start(rank, size, backend)
+    dist.all_reduce(torch.ones(1, device=device))
+    bound = device if backend == "nccl" else None
+    empty = used()
+    everyone = list(range(size))
+    groups = [dist.new_group(everyone, device_id=bound) for _ in range(GROUPS)]
+    created = used() - empty
+    sums(groups, device, 1)
+    in_use = used() - empty
+    for group in groups:
+        dist.destroy_process_group(group)
+    left = used() - empty
+    dist.destroy_process_group()
+    return {
+        "created": created // GROUPS,
+        "used": in_use // GROUPS,
+        "left": left // GROUPS,
+    }
+
+
+def by_hand(rank: int, size: int, backend: str, count: int) -> dict[str, Any]:
+    """Destroy and create the same groups as :func:`cycles`, WORLD too, with torch's functions."""
+    device = device_of(rank, backend)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0, TIMEOUT
+    )
+
+    def create(number: int) -> list[Any]:
+        place = {"store": dist.PrefixStore(str(number), store), "rank": rank, "world_size": size}
+        dist.init_process_group(backend, timeout=TIMEOUT, **place)
+        return groups_of(size)
+
+    sums(create(0), device, 1)
+    rows = []
+    for number in range(1, count + 1):
+        before, begun = used(), time.perf_counter()
+        dist.destroy_process_group()
+        destroyed = time.perf_counter()
+        after, created = used(), time.perf_counter()
+        groups = create(number)
+        again = time.perf_counter()
+        sums(groups, device, 1)
+        rows.append(
+            {
+                "released": before - after,
+                "offload_ms": (destroyed - begun) * 1e3,
+                "reload_ms": (again - created) * 1e3,
+                "first_use_ms": (time.perf_counter() - again) * 1e3,
+            }
+        )
+    dist.destroy_process_group()
+    return {"rows": rows}
+
+
+def with_memory_saver(rank: int, size: int, backend: str) -> dict[str, int]:
+    """Bytes that an offload and torch_memory_saver give back, in the recommended order."""
+    from torch_memory_saver import torch_memory_saver
+
+    device = start(rank, size, backend)
+    groups = groups_of(size)
+    sums(groups, device, 1)
+    with torch_memory_saver.region():
+        weights = torch.ones(64 << 20, device=device)
+    before = used()
+    reloadpg.offload()
+    offloaded = used()
+    torch_memory_saver.pause()
+    paused = used()
+    torch_memory_saver.resume()
+    reloadpg.reload()
+    sums(groups, device, 1)
+    del weights
+    dist.destroy_process_group()
+    return {"offload_bytes": before - offloaded, "saver_bytes": offloaded - paused}
 
 
 def other_contexts(device: torch.device) -> int | None:

@@ -34,6 +34,11 @@ class Nccl:
         """Wait for all ranks."""
         self._meetings.meet()
 
+    def version(self) -> int:
+        found = ctypes.c_int()
+        assert self("GetVersion", ctypes.byref(found)) == SUCCESS
+        return found.value
+
     def create(self) -> ctypes.c_void_p:
         """Create a communicator of all ranks; a call that fails raises."""
         self._created += 1
@@ -63,6 +68,12 @@ class Nccl:
 
     def recv(self, comm: ctypes.c_void_p, peer: int) -> int:
         return self("Recv", *self._buffers()[1:], FLOAT, peer, comm, None)
+
+    def memory_stat(self, comm: ctypes.c_void_p, what: int) -> int:
+        """A value of ``ncclCommMemStats``, in bytes."""
+        value = ctypes.c_uint64()
+        assert self("CommMemStats", comm, what, ctypes.byref(value)) == SUCCESS
+        return value.value
 
     def __call__(self, function: str, *args: Any) -> int:
         return int(getattr(self._library, f"nccl{function}")(*args))

@@ -104,6 +104,7 @@ REPORT = Report(
     (
         GroupReport("1", "dp", "nccl", 2, "recreate", 2.0, 10.0, "old", 100),
         GroupReport("2", "tp", "nccl", 2, "skip", 0.5, 12.0),
+        GroupReport("3", "pp", "nccl", 2, "suspend", 0.5, 12.5, pinned_bytes=1 << 20),
     ),
     (
         Span("device", 1.0, 5.0),
@@ -123,7 +124,8 @@ def test_to_dict_and_to_json_of_a_report():
     assert flat["offload/total_ms"] == 20.0
     assert flat["offload/wait.enter_ms"] == 5.0
     assert flat["offload/released_bytes"] == 120
-    assert flat["offload/groups"] == 2
+    assert flat["offload/pinned_bytes"] == 1 << 20
+    assert flat["offload/groups"] == 3
     assert flat["offload/groups_recreate"] == flat["offload/groups_skip"] == 1
     assert flat["offload/slowest_group_ms"] == 2.0
     assert flat["offload/overhead_ms"] == pytest.approx(20 - 5 - 5 - 2.5)
@@ -137,6 +139,8 @@ def test_to_dict_and_to_json_of_a_report():
     assert details["memory"]["after"]["rss"] == 90
     assert details["released_bytes"] == 120
     assert details["memory_source"] == "device"
+    assert details["pinned_bytes"] == 1 << 20
+    assert "1.0 MiB pinned on the host" in str(REPORT)
     assert details["warnings"] == ["w"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import worlds
 from fault_job import FAR, HELD, MIB, STAYS, TRIANGLE, Job, reasons, strategies
 
 import reloadpg
-from reloadpg import StrategyPolicy
+from reloadpg import StrategyPolicy, c10d
 from reloadpg.lifecycle import memory
 from reloadpg.testing import simulated
 
@@ -63,6 +64,8 @@ def test_three_cycles(strategy: str) -> None:
         assert report.memory_source == back.memory_source == "simulated"
         assert report.released_bytes == HELD * count - left
         assert rss == pytest.approx(report.released_bytes, rel=0.05)
+        assert report.pinned_bytes == (report.released_bytes if suspends else 0)
+        assert back.pinned_bytes == 0
         assert report.to_dict()["offload/released_bytes"] == report.released_bytes
         assert back.restored_bytes == again - left
         assert report.restored_bytes is back.released_bytes is None
@@ -180,3 +183,38 @@ def test_no_rank_resumes_before_all_have_enough_memory(rank: int) -> None:
         simulated.configure(capacity_bytes=needed)
     assert {*strategies(reloadpg.reload()).values()} == {"suspend"}
     assert job.sums()
+
+
+@pytest.mark.ranks(3)
+def test_groups_whose_suspend_gave_back_too_little_are_recreated_from_then_on(rank: int) -> None:
+    """The report of the first offload says so, with the reason. Other groups are suspended."""
+    if rank == 0:
+        simulated.register()
+        simulated.configure(suspend_works=False)  # no setting shows it, such as an old driver
+    job = Job("sim", **SUSPENDS | {"subgroups": ((0, 1), (1, 2))})
+    first = reloadpg.offload()
+    assert {*strategies(first).values()} == {"suspend"}
+    short = [text for text in first.warnings if "gave back" in text]
+    assert [rank] * len(short) == [0] * (rank == 0)
+    assert all("gave back 0.0 MiB of the 14.0 MiB" in text for text in short)
+    assert all("All ranks recreate these groups" in text for text in short)
+    reloadpg.reload()
+    assert job.sums()
+    second = reloadpg.offload()
+    wanted = {"WORLD": "recreate", "g0": "recreate", "g1": "suspend"}
+    assert strategies(second) == {name: wanted[name] for name in job.groups}
+    assert all("an earlier suspend gave back" in text for text in reasons(second).values() if text)
+    reloadpg.reload()
+    assert job.sums()
+
+
+@pytest.mark.parametrize("setting", ["NCCL_CUMEM_ENABLE=0", "NCCL_CUMEM_ENABLE = 0", "NCCL_X=1"])
+def test_nccls_configuration_files_are_read(tmp_path: Path, setting: str) -> None:
+    """Of the variable's file, or the home's; the variable itself counts more."""
+    file = tmp_path / ".nccl.conf"
+    file.write_text(f"# NCCL_CUMEM_ENABLE=1\n{setting}\n")
+    for environ in ({"NCCL_CONF_FILE": str(file)}, {"HOME": str(tmp_path)}):
+        name = setting.partition("=")[0].strip()
+        assert c10d.nccl_settings(environ)[name] == (setting[-1], str(file))
+        over = c10d.nccl_settings({**environ, "NCCL_CUMEM_ENABLE": "1"})
+        assert over["NCCL_CUMEM_ENABLE"] == ("1", "the environment")

@@ -1,7 +1,7 @@
 """Random programs over NCCL groups, with a fault at a call of NCCL in each part.
 
 All ranks get the same result of each operation, values are right after the next recovery or reload,
-and nothing is left. ``NCCL_PROGRAMS`` is the number of programs, of one seed each.
+and nothing is left. ``FAULT_PROGRAMS`` is the number of programs, of one seed each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
 ]
 
-PROGRAMS = int(os.environ.get("NCCL_PROGRAMS", "3"))
+PROGRAMS = int(os.environ.get("FAULT_PROGRAMS", "3"))
 BOUND = timedelta(seconds=8)
 """The timeout of an operation, which those with a call that hangs reach."""
 SHORT = timedelta(seconds=5)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from explorer import Explorer, Scenario, World
+from explorer import OFFLOAD, RELOAD, Explorer, Scenario, World
 
 from reloadpg.rendezvous import protocol
 from reloadpg.rendezvous.decision import Decision
@@ -177,6 +177,62 @@ def test_invariants_hold_in_all_interleavings(name: str) -> None:
     assert Explorer(SCENARIOS[name]).explore(MOST) or len(SCENARIOS[name].faults) > 0
 
 
+Program = tuple[Any, ...]
+
+ENDS: dict[str, tuple[Program, Program]] = {
+    "offload": ((OFFLOAD,), ()),
+    "reload": ((OFFLOAD, RELOAD), ()),
+    "recover": (("recover",), ()),
+    "offload and recover": ((OFFLOAD, "recover"), ()),
+    "one recovers": ((OFFLOAD, "recover"), (OFFLOAD,)),
+}
+"""Programs of the rank with a fault, and of the others if they differ."""
+
+FAULTS = ("silent", "store lost", "interrupt", "stall")
+
+CASES = [
+    (program, fault)
+    for program in ENDS
+    for fault in FAULTS
+    # The other rank reads a request of a recovery that has ended without a decision.
+    if program != "one recovers" or fault in ("interrupt", "stall")
+]
+
+
+def ends_of(size: int, program: str, fault: str, most: int) -> tuple[Explorer, list[World]]:
+    """Return the ways in which a program can end, with all ranks about to reload."""
+    mine, others = ENDS[program]
+    case = Scenario(size, mine, (fault,), late=size == 2, states=True)
+    first = Explorer(replace(case, victims=(0,), others=others) if others else case)
+    first.explore(most)
+    then = Explorer(Scenario(size, (RELOAD,), (fault,), meets=True, states=True))
+    found = [then.go_on(world) for world in first.last]
+    assert found
+    return then, list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize(("program", "fault"), [one for one in CASES if " " not in one[0]])
+def test_one_reload_converges_from_every_end_of_an_operation(program: str, fault: str) -> None:
+    """It may have ended differently on the ranks. Then all groups are live on all of them."""
+    explorer, starts = ends_of(2, program, fault, 20_000)
+    for seed, start in enumerate(starts):
+        explorer.walk(seed, 2000, start)
+    assert explorer.ends == len(starts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("program", "fault"), CASES)
+def test_one_reload_converges_in_every_order(program: str, fault: str, size: int) -> None:
+    """``TEST_WORLDS`` is the limit of worlds, of the program and of the reload."""
+    most = int(os.environ.get("TEST_WORLDS", "20000"))
+    explorer, starts = ends_of(size, program, fault, most)
+    for seed, start in enumerate(starts[: most // 100]):
+        explorer.walk(seed, 3000, start)
+    assert explorer.ends
+    explorer.explore(most, starts)
+
+
 def test_a_late_reply_changes_nothing() -> None:
     """The request was abandoned. The rank has no request in flight, or another one."""
     asked, _ = protocol.step(State(0, (0, 1)).open(("enter",)), protocol.Arrive())
@@ -225,7 +281,7 @@ def test_a_recovery_that_failed_is_joined_late_except_by_a_new_process(
     """A rank that was in the job fails as well. A replacement requests a new recovery."""
     recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
     ended = Decision(kind, 0).to_json()
-    *_, command = commands_of(State(1, (0, 1), instance=1), recover, "1", ended)
+    *_, command = commands_of(State(1, (0, 1), instance=1), recover, "1", None, ended)
     joins = kind != "timeout" and not replaces
     requests = protocol.Swap("reloadpg/1/recovery", "1", "2")
     assert command == (protocol.Set("reloadpg/1/recovery/1/1", "{}") if joins else requests)
@@ -240,7 +296,7 @@ def test_a_request_ends_the_barriers_at_which_others_wait_for_this_rank(
     """Those of its next operation, or of the recovery in which its predecessor took part."""
     state = State(1, (0, 1), instance=1, epoch=1, sequence=3)
     recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
-    commands = commands_of(state, recover, "1", "2", None, *[None] * (1 + len(ends)))
+    commands = commands_of(state, recover, "1", "2", None, None, *[None] * (1 + len(ends)))
     stored = [one for one in commands if isinstance(one, protocol.Swap)][1:]
     keys = ["recovery/2/request", *(f"{barrier}/decision" for barrier in ends)]
     assert [one.key for one in stored] == [f"reloadpg/1/{key}" for key in keys]
@@ -254,7 +310,7 @@ def test_an_interrupted_rank_that_recovers_withdraws_its_interrupt() -> None:
 
     def asked(rank: int, cancelled: str) -> list[Any]:
         state = State(rank, (0, 1), instance=1)
-        replies = ["1", None, None, *[None] * 2, cancelled, None]
+        replies = ["1", None, None, None, *[None] * 2, cancelled, None]
         return commands_of(state, recover, *replies)[-2:]
 
     taken_back, end = asked(1, noted)
@@ -273,11 +329,34 @@ def test_an_interrupt_like_that_of_an_earlier_epoch_cancels_the_recovery() -> No
     state = State(0, (0, 1), instance=1, noted=noted)
     for number in ("1", "2"):
         state, _ = protocol.step(state, recover)
-        for reply in (number, None, *[None] * 3, noted.to_json()):
+        for reply in (number, None, None, *[None] * 3, noted.to_json()):
             state, command = protocol.step(state, protocol.Reply(state.asked, reply))
         assert (command is None) == (number == "1")
     assert command is not None
     assert command[:2] == ("reloadpg/1/2.0/enter/decision", "")
+
+
+def test_a_late_rank_follows_the_others_to_another_epoch() -> None:
+    """It has missed their operation, and they have begun the next one in a new epoch."""
+    state = State(1, (0, 1), instance=1).open(("enter",))
+    for number, strayed in (("1", True), ("0", False)):
+        after, _ = protocol.step(state, protocol.Next(("enter",)))
+        for reply in (None, number):
+            after, command = protocol.step(after, protocol.Reply(after.asked, reply))
+        assert (after.strayed, command is None) == (strayed, strayed)
+
+
+@pytest.mark.parametrize("insists", [False, True])
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_operation_waits_for_no_recovery_that_has_ended(ended: bool, insists: bool) -> None:
+    """While other ranks wait in a recovery, only a rank that has lost count begins an epoch."""
+    align = protocol.Recover("reload", "", ("enter", "done"), False, True, insists)
+    request = Decision("recover", 0, "fault").to_json()
+    decision = Decision("timeout", 0).to_json() if ended else None
+    replies = ["1", request] if insists else ["1", request, decision]
+    *_, command = commands_of(State(1, (0, 1), instance=1).open(("enter",)), align, *replies)
+    requests = protocol.Swap("reloadpg/1/recovery", "1", "2")
+    assert command == (requests if ended or insists else None)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -286,7 +365,7 @@ def test_an_interrupt_of_a_recovery_ends_its_first_barrier(joined: bool) -> None
     recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
     state = State(1, (0, 1), instance=1, decision=Decision("failed", 0), ended=True)
     state, _ = protocol.step(state._replace(phases=("released",)), recover)
-    for reply in ("1", *[None] * 5) * joined:
+    for reply in ("1", *[None] * 6) * joined:
         state, _ = protocol.step(state, protocol.Reply(state.asked, reply))
     cancelled = Decision("cancelled", 1, "interrupted")
     replies = [cancelled.to_json(), *["1"] * (not joined)]
@@ -462,7 +541,7 @@ DETECTS = {
     "a failure of one of three": "leave_paused",
     "a stall before a retry": "next_read next_paused",
     "an interrupt while others recover": "pending_read",
-    "a lost connection": "request_read recovery_read entered_read cancelled_read",
+    "a lost connection": "request_read recovery_read requested_read entered_read cancelled_read",
     "ranks of a host that meet": "published met",
     "a job that begins": "job_counted",
     "a job that one rank registered twice": "instance_read",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.standins,
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
 ]
+MIB = 1 << 20
 SOON = 60.0
 """Seconds within which a call returns that waits for no rank, also on a loaded machine."""
 WHILE = 1.0
@@ -141,3 +143,169 @@ def test_a_peer_that_was_killed_is_not_waited_for(call: str) -> None:
     first, second = run_ranks(ends_without_its_peer, 2, args=(call,), **settings)
     assert second.signal == signal.SIGKILL
     assert first.result == SUCCESS, first.exception
+
+
+# ---------------------------------------------------------------------------------------------
+# memory
+
+
+def device_mib() -> int:
+    """MiB of communicators on this rank's device."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) // MIB
+
+
+SIZES = {  # ranks, connected at creation, NVLS: MiB created, connected, suspended, of the network
+    (1, False, False): (388, 388, 4, 0),
+    (2, False, False): (196, 484, 4, 0),
+    (2, False, True): (230, 518, 38, 0),
+    (2, True, False): (740, 740, 260, 256),
+    (4, False, False): (196, 484, 4, 0),
+    (4, True, True): (1142, 1142, 422, 256),
+}
+CONNECTED = SIZES[2, False, False][1]
+PINNED = 1179652
+"""Bytes of host memory that a communicator pins while it lives."""
+
+
+def on_size(size: int, whole: bool, nvls: bool) -> Any:
+    variables = {
+        "NCCL_RUNTIME_CONNECT": f"{int(not whole)}",
+        "RELOADPG_STANDIN_NVLS": f"{int(nvls)}",
+    }
+    return pytest.param(size, whole, nvls, marks=on_ranks(size, **variables))
+
+
+def check_memory(rank: int, sizes: tuple[int, ...], size: int, percent: int = 100) -> None:
+    created, connected, left, network = (mib * percent / 100 for mib in sizes)
+    nccl = Nccl(rank, size)
+    comm = nccl.create()
+    if rank and size > 2 and standins.NCCL in os.environ and network:
+        created = connected = device_mib()  # its ranks differ
+    assert device_mib() == int(created)
+    assert nccl.all_reduce(comm) == SUCCESS
+    torch.cuda.synchronize()
+    assert device_mib() == int(connected)
+    suspendable = connected - left
+    stats = [nccl.memory_stat(comm, what) / MIB for what in range(4)]
+    assert stats == [suspendable, 0, left - network, connected - network]
+    assert nccl("CommSuspend", comm, 1) == SUCCESS
+    nccl.meet()
+    assert device_mib() == int(left)
+    assert standins.pinned_bytes() == suspendable * MIB + PINNED
+    assert nccl("CommResume", comm) == SUCCESS
+    assert device_mib() == int(connected)
+    assert standins.pinned_bytes() == PINNED
+    assert nccl("CommDestroy", comm) == SUCCESS
+    assert device_mib() == 0
+    assert standins.pinned_bytes() == 0
+
+
+@pytest.mark.parametrize(("size", "whole", "nvls"), [on_size(*key) for key in SIZES])
+def test_memory_is_that_which_was_measured(size: int, whole: bool, nvls: bool, rank: int) -> None:
+    """A suspend copies what it releases to pinned host memory; NCCL reports no network buffers."""
+    check_memory(rank, SIZES[size, whole, nvls], size)
+
+
+@pytest.mark.skipif(standins.NCCL in os.environ, reason="NVIDIA's host code has its own sizes")
+@on_ranks(2, RELOADPG_STANDIN_COMM_PERCENT="25")
+def test_memory_can_be_scaled(rank: int) -> None:
+    check_memory(rank, SIZES[2, False, False], 2, percent=25)
+
+
+@on_ranks(2)
+def test_an_abort_releases_memory_at_once(rank: int) -> None:
+    nccl = Nccl(rank, 2)
+    comm = nccl.connected()
+    if rank == 0:
+        assert nccl("CommAbort", comm) == SUCCESS
+        assert device_mib() == 0
+    nccl.meet()
+    if rank == 1:
+        assert device_mib() == CONNECTED
+        assert nccl("CommDestroy", comm) == SUCCESS
+
+
+@pytest.mark.parametrize("call", ["CommDestroy", "CommAbort"])
+@on_ranks(2)
+def test_a_communicator_that_ends_while_suspended_leaves_memory(call: str, rank: int) -> None:
+    """4 MiB, and 1.1 MiB of pinned host memory."""
+    nccl = Nccl(rank, 2)
+    comm = nccl.connected()
+    assert nccl("CommSuspend", comm, 1) == SUCCESS
+    assert nccl(call, comm) == SUCCESS
+    assert (device_mib(), standins.pinned_bytes()) == (4, PINNED)
+    assert standins.left_bytes() == 4 * MIB
+
+
+# ---------------------------------------------------------------------------------------------
+# threads, descriptors, files
+
+
+def resources() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param((1, 5), marks=on_ranks(2)),
+        pytest.param((0, 0), marks=on_ranks(2, NCCL_RAS_ENABLE="0"), id="off"),
+    ],
+)
+def test_what_stays_after_the_last_communicator(kept: tuple[int, int], rank: int) -> None:
+    """A thread and five descriptors, one of which listens: NCCL's RAS."""
+    nccl = Nccl(rank, 2)
+    before = resources()
+    for _ in range(3):
+        assert nccl("CommDestroy", nccl.create()) == SUCCESS
+        threads, descriptors = resources()
+        assert (threads - before[0], descriptors - before[1]) == kept
+
+
+def shm_files() -> set[Path]:
+    """Those of NVIDIA's host code are next to those of other jobs."""
+    folder = "/dev/shm" if standins.NCCL in os.environ else os.environ[standins.JOB]
+    return set(Path(folder).glob("nccl-*"))
+
+
+@pytest.mark.parametrize("call", ["CommDestroy", "CommAbort"])
+@on_ranks(2, NCCL_RUNTIME_CONNECT="0")
+def test_a_communicator_with_network_transports_has_a_file_while_it_lives(
+    call: str, rank: int
+) -> None:
+    nccl = Nccl(rank, 2)
+    before = shm_files()
+    nccl.meet()
+    comms = [nccl.create(), nccl.create()]
+    nccl.meet()
+    assert len(shm_files() - before) == 4
+    nccl.meet()
+    for comm in comms:
+        assert nccl(call, comm) == SUCCESS
+    nccl.meet()
+    assert not shm_files() - before
+
+
+def ends_by_a_signal(rank: int, size: int) -> int:
+    nccl = Nccl(rank, size)
+    before = shm_files()
+    nccl.meet()
+    comm = nccl.connected()
+    nccl.meet()
+    if rank > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert nccl("CommDestroy", comm) == SUCCESS
+    left = shm_files() - before
+    for path in left:
+        path.unlink()
+    return len(left)
+
+
+def test_each_killed_rank_leaves_that_file() -> None:
+    settings: Any = {"standins": True, "timeout": 240.0, "check": False}
+    settings["env"] = {"NCCL_RUNTIME_CONNECT": "0"}
+    outcome = run_ranks(ends_by_a_signal, 3, **settings)[0]
+    assert outcome.result == 2, outcome.exception

@@ -20,6 +20,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -30,11 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from ...settings import NCCL
 from ...texts import did_you_mean
-from ._build import StandinsError, build
+from ._build import StandinsError, build, check_nccl
 
 __all__ = [
     "JOB",
+    "NCCL",
     "SETTINGS",
     "Fault",
     "InjectedFault",
@@ -48,9 +51,12 @@ __all__ = [
     "enabled",
     "inject",
     "job",
+    "left_bytes",
     "load",
+    "pinned_bytes",
     "preloading",
     "refuse_unknown_settings",
+    "uses_after_release",
 ]
 
 JOB = "RELOADPG_STANDIN_JOB"
@@ -58,12 +64,12 @@ JOB = "RELOADPG_STANDIN_JOB"
 
 SETTINGS: Mapping[str, str] = {
     "RELOADPG_STANDIN_DEVICES": "number of devices (8)",
-    "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (16384)",
+    "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (81920)",
     "RELOADPG_STANDIN_CONTEXT_MIB": "memory that a process takes on a device that it uses (0)",
     "RELOADPG_STANDIN_KERNELS": "operators: compute on the CPU, or launch kernels, of which all "
     "but a few are refused (refuse) or do nothing (skip) (compute)",
-    "RELOADPG_STANDIN_COMM_MIB": "memory of a communicator (64)",
-    "RELOADPG_STANDIN_SUSPENDED_MIB": "what a suspend leaves of it (4)",
+    "RELOADPG_STANDIN_COMM_PERCENT": "memory of a communicator, in percent of that measured (100)",
+    "RELOADPG_STANDIN_NVLS": "1: the devices support multicast, with which NCCL uses NVLS (0)",
     "RELOADPG_STANDIN_INIT_MS": "additional time that a communicator's creation takes (0)",
     "RELOADPG_STANDIN_PEER_ERRORS": "1: aborts and ends of peers are noticed as over sockets (0)",
     "RELOADPG_STANDIN_SHARE_DEVICE": "1: members of a communicator may be on one device (0)",
@@ -73,6 +79,9 @@ SETTINGS: Mapping[str, str] = {
 """The environment variables that the processes of a job read, with their meaning and default."""
 
 _FAULTS = "faults"
+_RELEASED = "released"
+_RUNNER = re.compile(r"\n[^\n]*/reloadpg/testing/_rank\.py")
+"""The first line of a Python stack below the function of ``run_ranks``."""
 _serials = itertools.count()
 
 Action = Literal["fail", "delay", "hang", "async"]
@@ -198,18 +207,41 @@ class Job:
         """Remove all faults of the job. Local, idempotent."""
         _edit(self.folder, lambda lines: [])
 
+    def uses_after_release(self) -> list[str]:
+        """List the calls of NCCL with a communicator that was destroyed or aborted before. Local.
+
+        Each has the rank, the function of NCCL, the communicator, and the Python stack of the
+        caller. On a GPU each is a use after free. Calls from threads without Python are not
+        recorded: torch's watchdog looks for an abort and then calls NCCL.
+        """
+        path = self.folder / _RELEASED
+        text = path.read_text(errors="replace") if path.exists() else ""
+        starts = [found.start() for found in re.finditer(r"^rank -?\d+, pid ", text, re.MULTILINE)]
+        uses = [text[a:b] for a, b in itertools.pairwise([*starts, len(text)])]
+        return [_RUNNER.split(use)[0].rstrip() for use in uses]
+
 
 @contextmanager
-def job(folder: str | os.PathLike[str] | None = None) -> Iterator[Job]:
+def job(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    nccl: str | os.PathLike[str] | None = None,
+) -> Iterator[Job]:
     """Create a job, and remove its folder at the end. Local; the first use builds the libraries.
 
     Args:
         folder: an empty folder on a local file system; None creates one, in memory if possible.
+        nccl: the file of an NCCL that its user has built from NVIDIA's source and linked to the
+            dynamic CUDA runtime of torch's version. Its host code runs in addition to the stand-in,
+            which moves the data; its kernels do not run. None: that of RELOADPG_NCCL, or none.
 
     Raises:
-        StandinsError: the libraries cannot be built; see :func:`build`.
+        StandinsError: the libraries cannot be built, see :func:`build`, or ``nccl`` is not usable.
     """
     libraries = preloading()
+    nccl = nccl or os.environ.get(NCCL)
+    if nccl:
+        libraries[NCCL] = check_nccl(nccl)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     made = Path(folder or tempfile.mkdtemp(prefix="reloadpg-standins-", dir=memory))
     made.mkdir(mode=0o700, exist_ok=True)
@@ -233,10 +265,37 @@ def clear_faults() -> None:
     _own_job().clear_faults()
 
 
+def uses_after_release() -> list[str]:
+    """Call :meth:`Job.uses_after_release` of this process's job. Local."""
+    return _own_job().uses_after_release()
+
+
 def communicators() -> int:
     """The number of communicators that this process has created and not destroyed. Local."""
     _own_job()
     return int(ctypes.CDLL(None).standin_communicators())
+
+
+def left_bytes() -> int:
+    """Device memory that communicators left which ended while they were suspended. Local.
+
+    NCCL 2.30.7 does not release these 4 MiB of each communicator before the process ends.
+    """
+    _own_job()
+    left = ctypes.CDLL(None).standin_left_bytes
+    left.restype = ctypes.c_long
+    return int(left())
+
+
+def pinned_bytes() -> int:
+    """Pinned host memory that suspended communicators of this process hold, in bytes. Local.
+
+    With NVIDIA's host code: all pinned host memory of the process.
+    """
+    _own_job()
+    pinned = ctypes.CDLL(None).standin_pinned_bytes
+    pinned.restype = ctypes.c_long
+    return int(pinned())
 
 
 def preloading() -> dict[str, str]:

@@ -29,11 +29,13 @@ from pathlib import Path
 from ...errors import ReloadpgError
 
 SOURCES = Path(__file__).parent
-REAL = {  # library: source file, and the error that its stubs return
-    "libcudart": ("cuda_runtime.cpp", 801),  # cudaErrorNotSupported
-    "libcuda": ("cuda_driver.cpp", 801),  # CUDA_ERROR_NOT_SUPPORTED
-    "libnccl": ("nccl.cpp", 5),  # ncclInvalidUsage
+REAL = {  # library: source files, and the error that its stubs return
+    "libcudart": (("cuda_runtime.cpp", "cuda_nccl.cpp"), 801),  # cudaErrorNotSupported
+    "libcuda": (("cuda_driver.cpp",), 801),  # CUDA_ERROR_NOT_SUPPORTED
+    "libnccl": (("nccl.cpp",), 5),  # ncclInvalidUsage
 }
+NVML = "libnvidia-ml.so.1"
+"""The library that NVIDIA's host code of NCCL opens by name; torch does not link it."""
 UNSUPPORTED = 1
 """The value that stubs of other libraries return: an error in each of them."""
 
@@ -103,6 +105,26 @@ def build() -> Path:
             finally:
                 shutil.rmtree(made, ignore_errors=True)
     return target
+
+
+def check_nccl(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of an NCCL library whose host code can run here. Local.
+
+    Raises:
+        StandinsError: it is not a library, or not linked to a dynamic CUDA runtime.
+    """
+    nothing = "nothing was started. Give the file of an NCCL built from NVIDIA's source and linked"
+    file = Path(path).absolute()
+    if not file.is_file():
+        raise StandinsError(f"RELOADPG_NCCL: {file} is not a file; {nothing} to libcudart.so")
+    needed = re.findall(r"NEEDED.*\[(.*?)\]", _output("readelf", "-dW", str(file)))
+    runtimes = [name for name in needed if name.startswith("libcudart.so.")]
+    names = (build() / "libraries").read_text().split()
+    wanted = next(name for name in names if name.startswith("libcudart.so."))
+    if runtimes != [wanted]:
+        has = f"is linked to {runtimes[0]}" if runtimes else "contains a static CUDA runtime"
+        raise StandinsError(f"RELOADPG_NCCL: {file} {has}; {nothing} to {wanted}, as torch is.")
+    return str(file)
 
 
 @dataclass(frozen=True)
@@ -285,9 +307,11 @@ class _Builder:
         stems = {name: name.partition(".so")[0] for name in needs.libraries}
         # The runtime comes first: libcuda and libnccl are linked against it.
         for name in sorted(needs.libraries, key=lambda name: (name != runtime, name)):
-            source, result = REAL.get(stems[name], ("", UNSUPPORTED))
+            sources, result = REAL.get(stems[name], ((), UNSUPPORTED))
             symbols = needs.symbols.get(name, set())
-            self._link(name, symbols, result, objects.get(source), runtime)
+            self._link(name, symbols, result, [objects[source] for source in sources], runtime)
+        shared = ["g++", "-shared", "-o", str(self._out / NVML), f"-Wl,-soname,{NVML}"]
+        _output(*shared, str(objects["nvml.cpp"]), *self._runtime(runtime))
         order = sorted(needs.libraries, key=lambda name: (stems[name] not in REAL, name != runtime))
         (self._out / "libraries").write_text("\n".join(order))
 
@@ -299,23 +323,26 @@ class _Builder:
             _output("g++", *flags, "-c", str(SOURCES / source), "-o", str(target))
             return target
 
-        sources = [source for source, _ in REAL.values()]
+        sources = [source for several, _ in REAL.values() for source in several] + ["nvml.cpp"]
         with ThreadPoolExecutor() as pool:
             return dict(zip(sources, pool.map(compiled, sources), strict=True))
+
+    def _runtime(self, name: str) -> tuple[str, ...]:
+        return (f"-L{self._out}", f"-l:{name}", "-Wl,-rpath,$ORIGIN")
 
     def _link(
         self,
         name: str,
         symbols: set[tuple[str, str]],
         result: int,
-        real: Path | None,
+        real: Sequence[Path],
         runtime: str,
     ) -> None:
         base = self._out / name
         own: set[str] = set()
-        if real is not None:
-            lines = _output("nm", "--defined-only", "-g", str(real)).splitlines()
-            own = {line.split()[-1] for line in lines}
+        for path in real:
+            lines = _output("nm", "--defined-only", "-g", str(path)).splitlines()
+            own |= {line.split()[-1] for line in lines if " " in line}
         stubs = sorted({symbol for symbol, _ in symbols} - own)
         assembly, code = base.with_suffix(".s"), base.with_suffix(".c")
         assembly.write_text(_stubs(stubs))
@@ -325,10 +352,9 @@ class _Builder:
         command = ["g++", "-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{name}"]
         command += ["-o", str(base), f"-Wl,--version-script={script}", "-Wl,-z,now"]
         command += [str(assembly), "-x", "c", str(code), "-x", "none"]
-        if real is not None:
-            command.append(str(real))
-            if name != runtime:
-                command += [f"-L{self._out}", f"-l:{runtime}", "-Wl,-rpath,$ORIGIN"]
+        if real:
+            command += map(str, real)
+            command += self._runtime(runtime) if name != runtime else ()
         _output(*command)
         for made in (assembly, code, script):
             made.unlink()

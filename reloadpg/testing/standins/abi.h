@@ -146,6 +146,42 @@ struct cudaDeviceProp {
   size_t reservedSharedMemPerBlock;
 };  // the following fields are not written
 
+// ---- the driver, as far as NVIDIA's host code of NCCL uses it ----
+
+enum : int {
+  CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
+  CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
+  CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132,
+  CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID = 134,
+};
+
+enum : int {
+  CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2,
+  CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
+  CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES = 14,
+};
+
+constexpr int CU_MEM_LOCATION_TYPE_DEVICE = 1;
+constexpr int CU_MEM_ALLOCATION_TYPE_PINNED = 1;
+constexpr int CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1;
+
+struct CUmemLocation {
+  int type, id;
+};
+
+struct CUmemAllocationProp {
+  int type, requestedHandleTypes;
+  CUmemLocation location;
+  void* win32HandleMetaData;
+  unsigned char allocFlags[8];
+};
+
+struct CUmulticastObjectProp {
+  unsigned numDevices;
+  size_t size;
+  unsigned long long handleTypes, flags;
+};
+
 // ---- NCCL ----
 
 enum ncclResult_t : int {

@@ -104,7 +104,7 @@ struct Device {
   }
 };
 
-long total_bytes() { return number("DEVICE_MIB", 16384) << 20; }
+long total_bytes() { return number("DEVICE_MIB", 81920) << 20; }
 
 // False: the job has ended, or too many processes use the device.
 bool Device::open_account(const std::string& job) {
@@ -343,6 +343,11 @@ struct CUuserObject_st {
 EXPORT const char* standin_job() { return process().job.c_str(); }
 EXPORT bool standin_alive(int pid) { return start_time(pid) != 0; }
 
+EXPORT long standin_pin(long bytes) {
+  static std::atomic<long> pinned{0};
+  return pinned += bytes;
+}
+
 EXPORT int standin_physical_device(int device) {
   Device* found = find_device(device);
   return found ? found->physical : -1;
@@ -576,6 +581,8 @@ cudaError_t release(void* pointer) {
   munmap(pointer, block.size);
   if (block.type == cudaMemoryTypeDevice)
     find_device(block.device)->take(-static_cast<long>(block.size));
+  else
+    standin_pin(-static_cast<long>(block.size));
   return cudaSuccess;
 }
 
@@ -596,6 +603,26 @@ cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t stream) {
 }
 
 }  // namespace
+
+EXPORT void standin_remember(void* pointer, size_t size, int device, bool on_device) {
+  remember(pointer, {size, device, on_device ? cudaMemoryTypeDevice : cudaMemoryTypeHost});
+}
+
+EXPORT void standin_forget(void* pointer) {
+  Lock lock(process().blocks_mutex);
+  process().blocks.erase(static_cast<char*>(pointer));
+}
+
+EXPORT bool standin_block(void* pointer, void** start, size_t* size, int* device, bool* on_device) {
+  Block block;
+  const char* base;
+  if (!find_block(pointer, &block, &base)) return false;
+  *start = const_cast<char*>(base);
+  *size = block.size;
+  *device = block.device;
+  *on_device = block.type == cudaMemoryTypeDevice;
+  return true;
+}
 
 EXPORT cudaError_t cudaMalloc(void** pointer, size_t size) {
   *pointer = nullptr;
@@ -632,6 +659,7 @@ EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
   size = size ? size : 1;
   *pointer = map_pages(size);
   if (!*pointer) return fail(cudaErrorMemoryAllocation);
+  standin_pin(size);
   remember(*pointer, {size, t_device, cudaMemoryTypeHost});
   return cudaSuccess;
 }
@@ -797,7 +825,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
   Device* found = find_device(device);
   if (!found) return fail(cudaErrorInvalidDevice);
-  snprintf(text, size, "0000:%02x:00.0", found->physical + 1);
+  snprintf(text, size, "%s", standin::pci_bus_id(found->physical).c_str());
   return cudaSuccess;
 }
 
@@ -1175,6 +1203,7 @@ int driver_context_state(int device, unsigned* flags, int* active) {
 
 cudaError_t driver_function(const std::string& name, void** function, int* found) {
   if (found) *found = 0;
+  if ((*function = standin_driver_function(name.c_str()))) return cudaSuccess;
   *function = name == "cuGetErrorString"             ? (void*)driver_error_string
               : name == "cuDevicePrimaryCtxGetState" ? (void*)driver_context_state
               : name.rfind("cuLogs", 0) == 0         ? (void*)driver_does_nothing

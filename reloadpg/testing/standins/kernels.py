@@ -26,15 +26,8 @@ from typing import Any
 
 import torch
 
-_NATIVE = frozenset(
-    {
-        *("_local_scalar_dense", "_pin_memory", "is_pinned", "record_stream"),
-        *("resize_", "set_", "_efficientzerotensor", "_copy_from", "_copy_from_and_resize"),
-        *("_has_same_storage_numel", "_cudnn_init_dropout_state"),
-        *("empty", "empty_strided", "_empty_affine_quantized", "_cslt_compress"),
-    }
-)
-"""Operators that compute nothing, by name without overload."""
+from ... import c10d
+from ...c10d import operators
 
 _CPU = torch.device("cpu")
 _DRAWS_PER_CALL = 4
@@ -63,6 +56,7 @@ def activate() -> None:
 
 
 def _activate() -> None:
+    c10d.refuse_missing("the stand-in for CUDA", "stand-ins")
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     _active.callback(_libraries.clear)
@@ -70,10 +64,10 @@ def _activate() -> None:
     _skip_in_compiled_code()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of overridden kernels, which are intended
-        for full in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+        for full in operators.registered_for("CUDA"):
             namespace, _, name = full.partition("::")
             base, _, overload = name.partition(".")
-            if namespace == "aten" and base not in _NATIVE:
+            if namespace == "aten" and base not in operators.NATIVE:
                 kernel = _Kernel(base, overload)
                 if not kernel.makes_view:
                     library.impl(name, kernel.run, "CUDA", allow_override=True)
@@ -88,11 +82,7 @@ def _activate() -> None:
 
 def _skip_in_compiled_code() -> None:
     """Keep ``torch.compile`` from tracing these functions where it runs an operator eagerly."""
-    from torch._C._dynamo import eval_frame
-
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in (_Kernel.run, _copy):
-        eval_frame.set_code_exec_strategy(function.__code__, skip)
+    c10d.skip_in_compiled_code((_Kernel.run, _copy), callees=True)
 
 
 class _Kernel:
@@ -101,7 +91,7 @@ class _Kernel:
     def __init__(self, base: str, overload: str) -> None:
         self._names = base, overload or "default"
         self._op: Any = None
-        schema = torch._C._get_schema(f"aten::{base}", overload)
+        schema = operators.schema_of(f"aten::{base}", overload)
         self._arguments = [argument.name for argument in schema.arguments]
         self._written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
         sources = {
@@ -120,7 +110,7 @@ class _Kernel:
         self.makes_view = not self._written and any(self._returned)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with operators.without_torch_function():
             if self._op is None:  # looked up at the first call: a thousand look-ups take a second
                 self._op = getattr(getattr(torch.ops.aten, self._names[0]), self._names[1])
             given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
@@ -225,7 +215,7 @@ def alias(value: torch.Tensor) -> torch.Tensor:
     storage = value.untyped_storage()
     if storage.nbytes() == 0:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_CPU)
-    own = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
+    own = operators.storage_at(storage.data_ptr(), _CPU, storage.nbytes())
     return torch.empty(0, dtype=value.dtype, device=_CPU).set_(
         own, value.storage_offset(), value.size(), value.stride()
     )
@@ -233,7 +223,7 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """``copy_``: torch's own, asynchronous one for contiguous copies; otherwise on the host."""
-    with torch._C.DisableTorchFunction():
+    with operators.without_torch_function():
         plain = (
             target.dtype == source.dtype
             and target.size() == source.size()
@@ -254,6 +244,5 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 
 def _copy_of_all(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
     op: Callable[..., torch.Tensor] = torch.ops.aten.copy_.default.redispatch
-    return op(keys, target, source, non_blocking)
+    return op(operators.keys_of("XPU"), target, source, non_blocking)

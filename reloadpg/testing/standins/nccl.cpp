@@ -11,6 +11,7 @@
 // ncclInvalidUsage, where NCCL hangs or mixes up the data; a process may abort an operation that
 // has not reached the head of its stream after two seconds.
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
@@ -39,7 +40,9 @@
 #include <utility>
 #include <vector>
 
+#include "host_code.h"
 #include "internal.h"
+#include "nccl_holdings.h"
 
 using standin::number;
 using standin::setting;
@@ -61,6 +64,8 @@ constexpr auto kAbortLimit = seconds(2);    // for operations not at the head of
 constexpr auto kRootLimit = seconds(2);     // until the death of the id's creator is detected
 constexpr auto kPoll = milliseconds(10);
 
+constexpr const char* kOutOfMemory = "Cuda failure 2 'out of memory'";
+
 thread_local std::string t_last_error;
 
 ncclResult_t fail(ncclResult_t result, const std::string& why) {
@@ -75,7 +80,10 @@ int global_rank() {
 
 // ---- memory that the members of a communicator share ----
 
-enum Kind { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter };
+enum Kind {
+  kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter,
+  kSend, kRecv,
+};
 const char* const kKindNames[] = {"AllReduce",     "Broadcast", "Reduce", "AllGather",
                                   "ReduceScatter", "AlltoAll",  "Gather", "Scatter"};
 
@@ -151,6 +159,8 @@ bool read_memory(int process, void* to, const void* from, size_t size) {
 // ---- communicators ----
 
 struct ncclComm {
+  // What programs get: never used again, so that a released communicator is not taken for another.
+  const ncclComm* handle = static_cast<ncclComm*>(malloc(1));
   int rank = 0, size = 0, device = 0;
   bool blocking = true;
   std::string id, name;
@@ -171,10 +181,19 @@ struct ncclComm {
   std::map<int, uint64_t> sent, received;
   int shrinks = 0;
 
-  long bytes = 0, persistent_bytes = 0;
+  // The communicator of NVIDIA's host code, if that is given; its own memory is then all there is.
+  std::atomic<ncclComm_t> real{nullptr};
+  std::function<ncclResult_t(ncclComm_t*)> create_real;
+  std::atomic<bool> real_ends[2] = {{false}, {false}};  // a destroy, an abort has begun
+  std::set<std::pair<int, int>> forwarded;  // kinds of operations, and peers, that it has had
+
+  standin::Footprint footprint{};
+  standin::ShmFile shm;
+  long bytes = 0, pinned = 0;  // on the device, and what a suspend has copied to the host
   bool suspended = false;
   std::atomic<bool> ended{false};
   std::set<int> connected;  // members with which an operation has connected it
+  long left() const { return std::min(bytes, footprint.left); }  // by a suspend
   std::shared_ptr<int> shares;  // shared by all communicators that splits with splitShare=1 connect
 
   ~ncclComm() {
@@ -226,10 +245,43 @@ void log(const ncclComm* comm, const char* format, ...) {
   close(file);
 }
 
-Comm find(const ncclComm* comm) {  // null, with the error set, if it does not exist
-  Lock lock(comms_mutex());
-  auto found = comms().find(comm);
-  if (found != comms().end()) return found->second;
+std::map<const ncclComm*, std::string>& released() {  // handles of this process, with their names
+  static auto& object = *new std::map<const ncclComm*, std::string>;
+  return object;
+}
+
+// Write a use of a released communicator, with the Python stack of the caller, to the job's file
+// `released`. Threads without Python, such as the watchdogs of torch, are not recorded: they check
+// for an abort and call NCCL in two steps.
+void record_use(const ncclComm* comm, const char* call, const std::string& name) {
+  using State = void* (*)();
+  using Dump = void (*)(int, void*);
+  auto state_of_thread = reinterpret_cast<State>(dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState"));
+  auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"));
+  void* state = state_of_thread ? state_of_thread() : nullptr;
+  if (!state) return;
+  std::string path = std::string(standin_job()) + "/released";
+  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (file < 0) return;
+  static auto& writing = *new std::mutex;
+  Lock lock(writing);
+  dprintf(file, "rank %d, pid %d: %s uses communicator %s after its release\n", global_rank(),
+          getpid(), call, name.c_str());
+  if (dump) dump(file, state);
+  close(file);
+}
+
+// Null, with the error set, if it does not exist. `call` is the function of NCCL.
+Comm find(const ncclComm* comm, const char* call = __builtin_FUNCTION()) {
+  std::string name;
+  {
+    Lock lock(comms_mutex());
+    auto found = comms().find(comm);
+    if (found != comms().end()) return found->second;
+    auto gone = released().find(comm);
+    if (gone != released().end()) name = gone->second;
+  }
+  if (!name.empty()) record_use(comm, call, name);
   t_last_error = "no such communicator; it may have been destroyed";
   return nullptr;
 }
@@ -302,6 +354,43 @@ ncclResult_t fault(const char* call, const Comm& comm) {
   return ncclSuccess;
 }
 
+// ---- NVIDIA's host code ----
+
+ncclResult_t real_failed(ncclResult_t result, ncclComm_t real) {
+  return result ? fail(result, "NVIDIA's host code: " + host_code::last_error(real)) : result;
+}
+
+// Call a function that has the communicator as its first argument; without one, do nothing.
+template <class... Arguments>
+ncclResult_t call_real(const char* name, ncclComm* comm, Arguments... arguments) {
+  ncclComm_t real = comm->real;
+  if (!real) return ncclSuccess;
+  ncclResult_t result = host_code::call(name, real, arguments...);
+  result = host_code::settled(result, real, comm->aborted);
+  log(comm, "NVIDIA's %s: %d", name, result);
+  return real_failed(result, real);
+}
+
+ncclResult_t create_real(ncclComm* comm) {
+  if (!comm->create_real) return ncclSuccess;
+  static_assert(sizeof comm->real == sizeof(ncclComm_t), "");
+  // It is set before the call returns, so that another thread can abort.
+  ncclResult_t result = comm->create_real(reinterpret_cast<ncclComm_t*>(&comm->real));
+  result = host_code::settled(result, comm->real, comm->aborted);
+  log(comm, "NVIDIA's creation: %d", result);
+  return real_failed(result, nullptr);
+}
+
+// One abort ends a destroy that waits in another thread; that destroy then frees the communicator.
+ncclResult_t end_real(ncclComm* comm, bool abort) {
+  ncclComm_t real = comm->real;
+  if (!real || comm->real_ends[abort].exchange(true)) return ncclSuccess;
+  ncclResult_t result = host_code::call(abort ? "ncclCommAbort" : "ncclCommDestroy", real);
+  log(comm, "NVIDIA's %s: %d", abort ? "ncclCommAbort" : "ncclCommDestroy", result);
+  if (!abort || !comm->real_ends[false]) comm->real = nullptr;
+  return result == ncclInProgress ? ncclSuccess : real_failed(result, nullptr);
+}
+
 // ---- creation ----
 
 struct DeferredStart {
@@ -347,10 +436,31 @@ ncclResult_t map_shared(ncclComm* comm) {
   return ncclSuccess;
 }
 
+// Bytes that move from the device to pinned host memory; negative: back. False if no memory is left.
+bool move_to_host(ncclComm* comm, long bytes) {
+  if (!standin_take(comm->device, -bytes)) return false;
+  comm->pinned += bytes;
+  standin::pinned() += bytes;
+  return true;
+}
+
 void give_back_memory(ncclComm* comm) {
-  long held = comm->suspended ? comm->persistent_bytes : comm->bytes;
-  if (held) standin_take(comm->device, -held);
-  comm->bytes = comm->persistent_bytes = 0;
+  long device = comm->bytes - comm->pinned, host = comm->pinned + comm->footprint.pinned;
+  if (comm->suspended) {  // as NCCL, which leaves this behind
+    device -= std::min(device, standin::kLeftSuspended);
+    host = comm->pinned;
+    standin::left() += standin::kLeftSuspended;
+  }
+  if (device) standin_take(comm->device, -device);
+  standin::pinned() -= host;
+  comm->bytes = comm->pinned = comm->footprint.pinned = 0;
+  comm->shm.remove();
+}
+
+bool take(ncclComm* comm, long bytes) {
+  if (!standin_take(comm->device, bytes)) return false;
+  comm->bytes += bytes;
+  return true;
 }
 
 // Meet the other members. creator: the process that created the unique id, 0 for a split. A member
@@ -393,15 +503,18 @@ ncclResult_t start(const Comm& comm, int creator) {
   prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   log(comm.get(), "init begins");
   ncclResult_t result = fault("init", comm);
-  long bytes = number("COMM_MIB", 64) << 20;
-  if (!result && !standin_take(comm->device, bytes))
-    result = fail(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
-  else if (!result) {
-    comm->bytes = bytes;
-    comm->persistent_bytes = std::min(bytes, number("SUSPENDED_MIB", 4) << 20);
-    result = meet_members(comm, creator);
+  if (!result) result = create_real(comm.get());
+  if (!host_code::given()) {
+    comm->footprint = standin::footprint(comm->size);
+    standin::pinned() += comm->footprint.pinned;
+    standin::keep_ras();
+    if (!result && comm->footprint.network) comm->shm.create();
   }
+  if (!result && !take(comm.get(), comm->footprint.init))
+    result = fail(ncclUnhandledCudaError, kOutOfMemory);
+  else if (!result) result = meet_members(comm, creator);
   if (result) {
+    end_real(comm.get(), true);
     give_back_memory(comm.get());
     if (comm->shared) comm->me().presence = kAborted;
     Lock lock(comm->mutex);
@@ -414,7 +527,8 @@ ncclResult_t start(const Comm& comm, int creator) {
 
 void forget(const Comm& comm) {
   Lock lock(comms_mutex());
-  comms().erase(comm.get());
+  comms().erase(comm->handle);
+  released()[comm->handle] = comm->id + " (" + comm->name + ")";
 }
 
 // Create a communicator by prepare(), which may wait and which maps the file, and start().
@@ -422,9 +536,9 @@ ncclResult_t create(const Comm& comm, int creator, ncclComm_t* out,
                     std::function<ncclResult_t()> prepare) {
   {
     Lock lock(comms_mutex());
-    comms()[comm.get()] = comm;
+    comms()[comm->handle] = comm;
   }
-  *out = comm.get();
+  *out = const_cast<ncclComm*>(comm->handle);
   if (!comm->blocking) {
     comm->state = ncclInProgress;
     comm->starter = std::thread([comm, creator, prepare] {
@@ -488,10 +602,13 @@ bool meet(ncclComm* comm, int color, int key, std::vector<std::pair<int, int>>* 
 
 // ---- end ----
 
-// The first operation with a peer connects the two, in the call.
-void connect(ncclComm* comm, int first, int last) {
+// The first operation with a peer connects the two, in the call. The first of all takes memory.
+ncclResult_t connect(ncclComm* comm, int first, int last) {
   Lock lock(comm->mutex);
+  if (comm->connected.empty() && !take(comm, comm->footprint.connected - comm->footprint.init))
+    return fail(ncclUnhandledCudaError, kOutOfMemory);
   for (int rank = first; rank <= last; rank++) comm->connected.insert(rank);
+  return ncclSuccess;
 }
 
 // Wait until launched operations are done and graphs that hold the communicator are destroyed.
@@ -509,6 +626,7 @@ bool closed(Member& member) {
 // this node here: until each of them has destroyed or aborted the communicator, or is dead. Those
 // that share resources share the proxy: the last of them waits.
 void meet_peers(ncclComm* comm) {
+  if (host_code::given()) return;  // its destroy has done so
   if (comm->shares.use_count() > 1) return;
   auto all_closed = [&] {
     return std::all_of(comm->connected.begin(), comm->connected.end(), [&](int rank) {
@@ -522,6 +640,7 @@ ncclResult_t end(const Comm& comm, bool abort) {
   if (abort) {
     comm->aborted = true;
     if (comm->shared) comm->shared->changed();
+    if (ncclResult_t result = end_real(comm.get(), true)) return result;
   }
   if (comm->starter.joinable()) comm->starter.join();
   finish(comm.get());
@@ -533,7 +652,10 @@ ncclResult_t end(const Comm& comm, bool abort) {
   if (comm->shared) {
     comm->me().presence = abort ? kAborted : kGone;
     comm->shared->changed();
-    if (!abort) meet_peers(comm.get());
+    if (!abort) {
+      if (ncclResult_t result = end_real(comm.get(), false)) return result;
+      meet_peers(comm.get());
+    }
   }
   if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it
   give_back_memory(comm.get());
@@ -550,20 +672,35 @@ EXPORT int standin_communicators() {
   return comms().size();
 }
 
+EXPORT long standin_left_bytes() { return standin::left(); }
+
+EXPORT long standin_pinned_bytes() {
+  return host_code::given() ? standin_pin(0) : standin::pinned().load();
+}
+
 EXPORT ncclResult_t ncclGetVersion(int* version) {
+  if (host_code::given()) return host_code::call("ncclGetVersion", version);
   *version = number("NCCL_VERSION", NCCL_VERSION_CODE);
   return ncclSuccess;
 }
 
+// Where in an id the process is that created it; NVIDIA's code leaves the last bytes unused.
+static int creator_offset() { return host_code::given() ? 120 : 16; }
+
 EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   *id = ncclUniqueId{};
-  std::random_device random;
   int creator = getpid();
+  if (host_code::given()) {
+    ncclResult_t result = host_code::call("ncclGetUniqueId", id);
+    memcpy(id->internal + creator_offset(), &creator, 4);
+    return real_failed(result, nullptr);
+  }
+  std::random_device random;
   for (int k = 0; k < 4; k++) {
     uint32_t bits = random();
     memcpy(id->internal + 4 * k, &bits, 4);
   }
-  memcpy(id->internal + 16, &creator, 4);
+  memcpy(id->internal + creator_offset(), &creator, 4);
   return ncclSuccess;
 }
 
@@ -579,7 +716,11 @@ EXPORT ncclResult_t ncclCommInitRankConfig(
     comm->id += digits;
   }
   int creator;
-  memcpy(&creator, id.internal + 16, 4);
+  memcpy(&creator, id.internal + creator_offset(), 4);
+  if (host_code::given())
+    comm->create_real = [=, copy = host_code::Config(config)](ncclComm_t* real) mutable {
+      return host_code::call("ncclCommInitRankConfig", real, size, id, rank, copy.get());
+    };
   return create(comm, creator, out, [raw = comm.get()] { return map_shared(raw); });
 }
 
@@ -637,7 +778,14 @@ EXPORT ncclResult_t ncclCommSplit(
     }
     return map_shared(raw);
   };
-  if (color == NCCL_SPLIT_NOCOLOR) return agree();
+  auto split = [=, copy = host_code::Config(config)](ncclComm_t* real) mutable {
+    return host_code::call("ncclCommSplit", parent->real.load(), color, key, real, copy.get());
+  };
+  if (parent->real) comm->create_real = split;
+  if (color == NCCL_SPLIT_NOCOLOR) {
+    ncclResult_t result = create_real(comm.get());
+    return result ? result : agree();
+  }
   return create(comm, 0, out, agree);
 }
 
@@ -660,6 +808,12 @@ EXPORT ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int count, 
   }
   Comm comm = new_comm(size, rank, config, parent.get());
   comm->id = parent->id + ".s" + std::to_string(++parent->shrinks);
+  if (parent->real)
+    comm->create_real = [=, leave = std::vector<int>(excluded, excluded + count),
+                         copy = host_code::Config(config)](ncclComm_t* real) mutable {
+      return host_code::call("ncclCommShrink", parent->real.load(), leave.data(), count, real,
+                             copy.get(), flags);
+    };
   return create(comm, 0, out, [raw = comm.get()] { return map_shared(raw); });
 }
 
@@ -669,7 +823,7 @@ EXPORT ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   log(comm.get(), "finalize");
   if (ncclResult_t result = fault("finalize", comm)) return result;
   finish(comm.get());
-  return ncclSuccess;
+  return call_real("ncclCommFinalize", comm.get());
 }
 
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t handle) {
@@ -690,13 +844,13 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t handle) {
   return result ? result : end(comm, true);
 }
 
-EXPORT ncclResult_t ncclCommRevoke(ncclComm_t handle, int) {
+EXPORT ncclResult_t ncclCommRevoke(ncclComm_t handle, int flags) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
   log(comm.get(), "revoke");
   comm->aborted = true;
   comm->shared->changed();
-  return ncclSuccess;
+  return call_real("ncclCommRevoke", comm.get(), flags);
 }
 
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* result) {
@@ -710,7 +864,11 @@ EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* resul
         comm->break_with(ncclRemoteError, "rank " + std::to_string(rank) + " closed the connection");
     }
   *result = static_cast<ncclResult_t>(comm->state.load());
-  return ncclSuccess;
+  ncclComm_t real = comm->real;
+  if (*result || !real) return ncclSuccess;
+  ncclResult_t known = host_code::call("ncclCommGetAsyncError", real, result);
+  if (*result == ncclInProgress) *result = ncclSuccess;
+  return known;
 }
 
 EXPORT const char* ncclGetErrorString(ncclResult_t result) {
@@ -789,6 +947,8 @@ EXPORT ncclResult_t ncclWinGetUserPtr(ncclComm_t, ncclWindow_t window, void** po
   return ncclSuccess;
 }
 
+constexpr int kSuspendMemory = 1;
+
 static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
@@ -799,10 +959,12 @@ static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
   if (comm->aborted || comm->suspended == suspend)
     return fail(ncclInvalidUsage, suspend ? "it is suspended or aborted" : "it is not suspended");
   if (suspend) finish(comm.get());
+  ncclResult_t result = suspend ? call_real("ncclCommSuspend", comm.get(), kSuspendMemory)
+                                : call_real("ncclCommResume", comm.get());
+  if (result) return result;
   if (!meet(comm.get(), 0, 0)) return fail(ncclSystemError, "it was aborted");
-  long bytes = comm->bytes - comm->persistent_bytes;
-  if (!standin_take(comm->device, suspend ? -bytes : bytes))
-    return fail(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
+  if (!move_to_host(comm.get(), suspend ? comm->bytes - comm->left() : -comm->pinned))
+    return fail(ncclUnhandledCudaError, kOutOfMemory);
   comm->suspended = suspend;
   return meet(comm.get(), 0, 0) ? ncclSuccess : fail(ncclSystemError, "it was aborted");
 }
@@ -813,11 +975,13 @@ EXPORT ncclResult_t ncclCommResume(ncclComm_t handle) { return suspend_or_resume
 EXPORT ncclResult_t ncclCommMemStats(ncclComm_t handle, ncclCommMemStat_t what, uint64_t* value) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
+  if (comm->real) return call_real("ncclCommMemStats", comm.get(), what, value);
+  long network = std::min(comm->left(), comm->footprint.network);
   switch (what) {
-    case ncclStatGpuMemSuspend: *value = comm->bytes - comm->persistent_bytes; break;
+    case ncclStatGpuMemSuspend: *value = comm->bytes - comm->left(); break;
     case ncclStatGpuMemSuspended: *value = comm->suspended; break;
-    case ncclStatGpuMemPersist: *value = comm->persistent_bytes; break;
-    case ncclStatGpuMemTotal: *value = comm->bytes; break;
+    case ncclStatGpuMemPersist: *value = comm->left() - network; break;
+    case ncclStatGpuMemTotal: *value = comm->bytes - network; break;
   }
   return ncclSuccess;
 }
@@ -1102,12 +1266,36 @@ struct Pending {  // until the group ends
   cudaStream_t stream;
   std::function<void(ncclComm*)> collective;
   Transfer transfer;
+  std::function<ncclResult_t(ncclComm_t)> real;  // the same for NVIDIA's host code, or null
 };
 thread_local std::vector<Pending> t_pending;
 
-void launch_pending() {
+// NVIDIA's code gets the first operation of each kind, and with each peer; it connects for it.
+bool forwards(ncclComm* comm, int kind, int peer, cudaStream_t stream) {
+  if (!comm->real || standin_capturing(stream)) return false;
+  Lock lock(comm->mutex);
+  return comm->forwarded.insert({kind, peer}).second;
+}
+
+ncclResult_t forward(const std::vector<Pending>& pending) {
+  auto has_none = [](const Pending& each) { return !each.real; };
+  if (std::all_of(pending.begin(), pending.end(), has_none)) return ncclSuccess;
+  ncclResult_t result = host_code::call("ncclGroupStart");
+  for (auto& each : pending)
+    if (ncclComm_t real = each.comm->real; real && each.real && !result) result = each.real(real);
+  ncclResult_t ended = host_code::call("ncclGroupEnd");
+  if (!result || result == ncclInProgress) result = ended;
+  for (auto& each : pending)
+    if (ncclComm_t real = each.comm->real; real && each.real)
+      result = host_code::settled(result, real, each.comm->aborted);
+  log(nullptr, "NVIDIA's operations: %d", result);
+  return real_failed(result, nullptr);
+}
+
+ncclResult_t launch_pending() {
   std::vector<Pending> pending = std::move(t_pending);
   t_pending.clear();
+  if (ncclResult_t result = forward(pending)) return result;
   for (auto& each : pending)
     if (each.collective) launch(each.comm, each.stream, each.collective);
   std::map<std::pair<ncclComm*, cudaStream_t>, std::vector<Transfer>> transfers;
@@ -1120,10 +1308,11 @@ void launch_pending() {
     launch(each.comm, each.stream, run);
     transfers.erase(found);
   }
+  return ncclSuccess;
 }
 
 ncclResult_t usable(ncclComm_t handle, const char* call, Comm* comm) {
-  *comm = find(handle);
+  *comm = find(handle, call);
   if (!*comm) return ncclInvalidArgument;
   if ((*comm)->suspended) return fail(ncclInvalidUsage, "the communicator is suspended");
   if ((*comm)->aborted) return fail(ncclInvalidUsage, "the communicator was aborted or revoked");
@@ -1136,6 +1325,26 @@ ncclResult_t usable(ncclComm_t handle, const char* call, Comm* comm) {
 ncclResult_t in_group(ncclResult_t error) {
   if (t_group_depth) t_group_error = error;
   return error;
+}
+
+ncclResult_t real_collective(const Collective& what, void* to, ncclComm_t real,
+                             cudaStream_t stream) {
+  using host_code::call;
+  auto type = static_cast<ncclDataType_t>(what.type);
+  auto op = static_cast<ncclRedOp_t>(what.op < ncclNumOps ? what.op : ncclSum);
+  const void* from = what.from;
+  size_t count = what.count;
+  switch (what.kind) {
+    case kAllReduce: return call("ncclAllReduce", from, to, count, type, op, real, stream);
+    case kReduceScatter: return call("ncclReduceScatter", from, to, count, type, op, real, stream);
+    case kReduce: return call("ncclReduce", from, to, count, type, op, what.root, real, stream);
+    case kBroadcast: return call("ncclBroadcast", from, to, count, type, what.root, real, stream);
+    case kAllGather: return call("ncclAllGather", from, to, count, type, real, stream);
+    case kAllToAll: return call("ncclAlltoAll", from, to, count, type, real, stream);
+    case kGather: return call("ncclGather", from, to, count, type, what.root, real, stream);
+    case kScatter: return call("ncclScatter", from, to, count, type, what.root, real, stream);
+  }
+  return ncclInvalidUsage;
 }
 
 ncclResult_t collective(ncclComm_t handle, Collective what, void* to, cudaStream_t stream) {
@@ -1153,11 +1362,13 @@ ncclResult_t collective(ncclComm_t handle, Collective what, void* to, cudaStream
     what.factor = found->second;
   }
   log(comm.get(), "%s count %zu type %d", kKindNames[what.kind], what.count, what.type);
-  connect(comm.get(), 0, comm->size - 1);
+  if (ncclResult_t result = connect(comm.get(), 0, comm->size - 1)) return in_group(result);
   auto run = [what, to](ncclComm* raw) { run_collective(raw, what, to); };
-  t_pending.push_back({comm, stream, run, {}});
-  if (!t_group_depth) launch_pending();
-  return ncclSuccess;
+  Pending pending{comm, stream, run, {}, nullptr};
+  if (forwards(comm.get(), what.kind, -1, stream))
+    pending.real = [=](ncclComm_t real) { return real_collective(what, to, real, stream); };
+  t_pending.push_back(pending);
+  return t_group_depth ? ncclSuccess : launch_pending();
 }
 
 ncclResult_t transfer(ncclComm_t handle, Transfer what, cudaStream_t stream) {
@@ -1166,10 +1377,15 @@ ncclResult_t transfer(ncclComm_t handle, Transfer what, cudaStream_t stream) {
   if (ncclResult_t result = usable(handle, call, &comm)) return in_group(result);
   if (what.peer < 0 || what.peer >= comm->size) return fail(ncclInvalidArgument, "no such peer");
   log(comm.get(), "%s %zu bytes, peer %d", what.send ? "Send" : "Recv", what.bytes, what.peer);
-  connect(comm.get(), what.peer, what.peer);
-  t_pending.push_back({comm, stream, nullptr, what});
-  if (!t_group_depth) launch_pending();
-  return ncclSuccess;
+  if (ncclResult_t result = connect(comm.get(), what.peer, what.peer)) return in_group(result);
+  Pending pending{comm, stream, nullptr, what, nullptr};
+  if (forwards(comm.get(), what.send ? kSend : kRecv, what.peer, stream))
+    pending.real = [=](ncclComm_t real) {
+      const char* name = what.send ? "ncclSend" : "ncclRecv";
+      return host_code::call(name, what.memory, what.bytes, ncclInt8, what.peer, real, stream);
+    };
+  t_pending.push_back(pending);
+  return t_group_depth ? ncclSuccess : launch_pending();
 }
 
 }  // namespace
@@ -1270,6 +1486,6 @@ EXPORT ncclResult_t ncclGroupEnd() {
   std::vector<DeferredStart> starts = std::move(t_starts);
   t_starts.clear();
   ncclResult_t result = start_all(starts);
-  launch_pending();
-  return result;
+  ncclResult_t launched = launch_pending();
+  return result ? result : launched;
 }

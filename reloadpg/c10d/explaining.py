@@ -1,4 +1,7 @@
-"""What torch lacks for a script whose tensors are on the device ``meta``; for ``explain`` alone."""
+"""What ``reloadpg explain`` uses of torch's private names, in a process that runs one rank alone.
+
+Not imported with the other modules: torch's fake backend is part of its test utilities.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,37 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import _C
+from torch.distributed import Store, utils
 
 from .backends import completed_work
+
+_PRIVATE: Any = _C
+
+BACKEND_GETTERS = ("_get_backend", "get_backend")
+"""Methods of a group that return a backend."""
+
+BUILTIN_HOOK = "_register_builtin_comm_hook"
+"""A method of DDP that registers a hook with a reducer in C++."""
+
+
+def fake_store() -> Store:
+    """A store that holds nothing, for torch's ``fake`` backend, which it registers."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def to_kwargs(*args: Any) -> Any:
+    """Move arguments to a device, as DDP does in its forward pass."""
+    return utils._to_kwargs(*args)
+
+
+def verify_no_parameters() -> None:
+    """Make DDP's comparison of parameters between the ranks do nothing, permanently."""
+    distributed: Any = torch.distributed
+    distributed._verify_params_across_processes = lambda *_: None
+
 
 _kept: list[torch.library.Library] = []
 """The kernels disappear with their library."""
@@ -21,11 +53,11 @@ def provide_meta_collectives() -> None:
     """
     library = torch.library.Library("c10d", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     _kept.append(library)
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("c10d::") and not torch._C._dispatch_has_kernel_for_dispatch_key(
+    for name in _PRIVATE._dispatch_get_all_op_names():
+        if name.startswith("c10d::") and not _PRIVATE._dispatch_has_kernel_for_dispatch_key(
             name, "Meta"
         ):
-            returned = len(torch._C._get_schema(name, "").returns)
+            returned = len(_PRIVATE._get_schema(name, "").returns)
             library.impl(name, _kernel(returned))  # type: ignore[no-untyped-call]
 
 

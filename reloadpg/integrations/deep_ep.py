@@ -1,0 +1,106 @@
+"""DeepEP: its communicators and buffers end with the generation of their group.
+
+::
+
+    ep = keep(ep_group, lambda: deep_ep.ElasticBuffer(ep_group, ..., explicitly_destroy=True))
+    ep.buffer.dispatch(...)  # always through ep.buffer: each reload creates another one
+
+DeepEP V2 takes the ``ncclComm_t`` out of the group and keeps it in a dictionary by group
+(``deep_ep.utils.comm._storage``; ``EP_REUSE_NCCL_COMM=1`` is its default). A reloadable group keeps
+its identity, so without this module the dictionary returns the released communicator after a
+reload. A V1 ``Buffer`` holds 1 to 3 GB, and the end of a process hangs if it was not destroyed by
+all ranks. Written for DeepEP dd758ca (V1 and V2) and its branch ``hybrid-ep`` 94a9f8f, whose source
+was read; not run with DeepEP, which needs a GPU. DeepEP is not imported here.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InvalidOptionError, ReloadpgError
+from ..lifecycle.callbacks import on_generation
+from ..lifecycle.connect import check_group
+
+__all__ = ["Kept", "keep"]
+
+PACKAGE = "deep_ep"
+
+
+class Kept:
+    """A DeepEP buffer of a reloadable group; see :func:`keep`.
+
+    Attributes:
+        buffer: the current buffer; None while the group is offloaded, and without ``make``.
+    """
+
+    def __init__(self, group: Any, make: Callable[[], Any] | None) -> None:
+        self._make = make
+        self.buffer: Any = None
+        self._create()
+        self.end = on_generation(
+            group, before=self._before, after=self._after, name=PACKAGE, package=PACKAGE
+        )
+        """Stop following the group; the buffer is not destroyed. Local, idempotent."""
+
+    def _create(self) -> None:
+        if self._make is None or self.buffer is not None:
+            return
+        buffer = self._make()
+        if not getattr(buffer, "explicitly_destroy", True):
+            raise InvalidOptionError(
+                f"keep(): {type(buffer).__name__} was created without explicitly_destroy=True, so "
+                "DeepEP cannot free it before the offload. Pass explicitly_destroy=True."
+            )
+        self.buffer = buffer
+
+    def _before(self, group: Any, backend: Any) -> None:
+        buffer, self.buffer = self.buffer, None
+        if hasattr(buffer, "destroy"):
+            buffer.destroy()
+        freed = None if buffer is None else weakref.ref(buffer)
+        destroys = hasattr(buffer, "destroy")
+        del buffer
+        if freed is not None and not destroys:  # HybridEP frees its memory in the destructor
+            gc.collect()
+            if freed() is not None:
+                raise ReloadpgError(
+                    f"{type(freed()).__name__} of {group!r} has no destroy() and is still "
+                    "referenced, so its memory is not free. Use it through Kept.buffer only."
+                )
+        comm = sys.modules.get(f"{PACKAGE}.utils.comm")
+        getattr(comm, "_storage", {}).pop(group, None)
+
+    def _after(self, group: Any, backend: Any) -> None:
+        self._before(group, backend)  # a recovery has ended the generation without a call
+        if self._make is not None:
+            check_group(group, "eager")  # otherwise it has no communicator yet
+        self._create()
+
+
+def keep(group: Any, make: Callable[[], Any] | None = None) -> Kept:
+    """Destroy a DeepEP buffer before a generation of its group ends, and create it afterwards.
+
+    Collective over the group if ``make`` is; call it on all members in the same order. An offload
+    that recreates the group destroys the buffer and drops DeepEP's communicator of the group, on
+    all members in one order, before anything is released. The reload calls ``make`` on all members
+    when all groups are live. A suspended group keeps its communicator and its buffer. While
+    something of DeepEP is kept by this function, ``install(borrowed=...)`` does not count it as
+    borrowed.
+
+    Args:
+        group: the group that the buffer was created with.
+        make: creates the buffer (``Buffer``, ``ElasticBuffer`` or ``HybridEPBuffer``); called now
+            and after each reload. V1 and V2 need ``explicitly_destroy=True``. None if the program
+            creates no buffer, or creates it when it is missing.
+
+    Returns:
+        A handle; its ``buffer`` is the current buffer.
+
+    Raises:
+        InvalidOptionError: ``group`` is no group, or the buffer cannot be destroyed explicitly.
+    """
+    return Kept(group, make)

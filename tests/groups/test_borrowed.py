@@ -1,0 +1,205 @@
+"""What leaves a group: backends that end with their generation, and who has taken what."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+
+import reloadpg
+from reloadpg.errors import BorrowedError, GroupDestroyedError, InvalidOptionError
+
+pytestmark = pytest.mark.matrix
+
+
+def start(**options: Any) -> Any:
+    reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=60), **options)
+    worlds.init()
+    return dist.group.WORLD
+
+
+def total(backend: Any) -> float:
+    tensor = torch.ones(1)
+    backend.allreduce([tensor]).wait()
+    return tensor.item()
+
+
+@pytest.mark.ranks(2)
+def test_a_backend_ends_with_its_generation() -> None:
+    """It is torch's class, and one object; afterwards each use raises and names the generation."""
+    world = start()
+    backend = world._get_backend(worlds.device())
+    method = backend.allreduce
+    assert world._get_backend(worlds.device()) is backend
+    assert isinstance(backend, torch._C._distributed_c10d.Backend)
+    assert (backend.rank(), backend.size()) == (world.rank(), 2)
+    assert isinstance(backend.options._timeout, timedelta)
+    assert not hasattr(backend, "no_such_method")
+    assert total(backend) == 2.0
+    reloadpg.offload()
+    with pytest.raises(reloadpg.GroupOffloadedError, match=r"Call reloadpg.reload"):
+        total(backend)
+    with pytest.raises(reloadpg.GroupOffloadedError):
+        method([torch.ones(1)])
+    reloadpg.reload()
+    for use in (lambda: total(backend), lambda: method([torch.ones(1)]), backend.rank):
+        with pytest.raises(BorrowedError, match=r"belongs to generation 0 .* is in generation 1"):
+            use()
+    again = world._get_backend(worlds.device())
+    assert again is not backend
+    assert total(again) == 2.0
+    pair = dist.new_group([0, 1])
+    taken = pair._get_backend(worlds.device())
+    dist.destroy_process_group(pair)
+    with pytest.raises(GroupDestroyedError):
+        total(taken)
+
+
+@pytest.mark.ranks(2)
+def test_the_taker_is_known_while_it_holds_the_object() -> None:
+    """By module, line and generation. Torch's own calls, and a reference that is gone, are none."""
+    world = start()
+    worlds.barrier()
+    assert world._get_backend(worlds.device()).rank() == world.rank()
+    gc.collect()
+    assert reloadpg.status().borrowed == ()
+    backend = world._get_backend(worlds.device())
+    line = sys._getframe().f_lineno - 1
+    (one,) = reloadpg.status().borrowed
+    assert (one.group, one.what, one.generation) == (world.group_name, "backend", 0)
+    assert (one.by, one.where) == (__name__, f"test_borrowed.py:{line}")
+    assert (one.ended, one.raw) == (False, False)
+    assert str(one) in str(reloadpg.status())
+    report = reloadpg.offload()
+    (one,) = report.borrowed
+    assert one.ended
+    assert report.warnings == ()  # a use raises, so it is no danger
+    reloadpg.reload()
+    del backend
+    gc.collect()
+    assert reloadpg.status().borrowed == ()
+
+
+@pytest.mark.ranks(2)
+def test_without_it_torchs_objects_are_returned() -> None:
+    world = start(borrowed="ignore")
+    backend = world._get_backend(worlds.device())
+    assert type(backend).__module__.startswith("torch.")
+    assert reloadpg.status().borrowed == ()
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="suspend, refuse, warn or ignore; nothing was"):
+        reloadpg.install(borrowed="never")
+
+
+@pytest.mark.ranks(2)
+def test_the_policy_is_equal_on_all_ranks(rank: int) -> None:
+    start(borrowed="warn" if rank else "refuse")
+    with pytest.raises(reloadpg.DisagreementError, match="borrowed"):
+        reloadpg.offload()
+
+
+@pytest.mark.ranks(2)
+def test_suspended_groups_keep_their_generation() -> None:
+    """A backend of a suspended group raises until the resume, and then works again."""
+    from fault_job import Job
+
+    job = Job("sim", strategy="suspend", subgroups=())
+    (group,) = job.groups.values()
+    backend = group._get_backend(torch.device("cpu"))
+    reloadpg.offload()
+    with pytest.raises(reloadpg.GroupOffloadedError):
+        total(backend)
+    reloadpg.reload()
+    assert total(backend) == 2.0
+
+
+# -- on_generation ------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+def test_callbacks_of_generations_run_in_one_order_on_live_groups(rank: int) -> None:
+    """Each can run a collective on its group, with the group and the backend of the generation."""
+    world = start()
+    groups = {"world": world, "a": dist.new_group([0, 1, 2]), "b": dist.new_group([1, 2])}
+    seen: list[str] = []
+
+    def on(name: str, moment: str) -> Any:
+        def call(group: Any, backend: Any) -> None:
+            tensor = torch.tensor([float(rank)])
+            backend.allreduce([tensor]).wait()
+            seen.append(f"{moment} {name} {group.generation} {tensor.item():g}")
+
+        return call
+
+    ends = [
+        reloadpg.on_generation(group, before=on(name, "before"), after=on(name, "after"))
+        for name, group in groups.items()
+        if isinstance(group, dist.ProcessGroup)
+    ]
+    reloadpg.on_offload(lambda: seen.append("on_offload"))
+    reloadpg.on_reload(lambda: seen.append("on_reload"))
+    reloadpg.offload()
+    assert dist.is_initialized()
+    reloadpg.reload()
+    mine = ("world", "a", "b") if rank else ("world", "a")
+    sums = {"world": 3, "a": 3, "b": 3}
+    assert seen == [
+        "on_offload",
+        *[f"before {name} 0 {sums[name]}" for name in reversed(mine)],
+        *[f"after {name} 1 {sums[name]}" for name in mine],
+        "on_reload",
+    ]
+    for end in ends:
+        end()
+    seen.clear()
+    reloadpg.offload()
+    reloadpg.reload()
+    assert seen == ["on_offload", "on_reload"]
+
+
+@pytest.mark.ranks(2)
+def test_a_callback_that_raises_is_named_and_nothing_is_changed(rank: int) -> None:
+    """Also on ranks without callbacks; in the reload, it can be called again."""
+    world = start()
+    fails = ["before", "after"]
+
+    def call(moment: str) -> Any:
+        def run(group: Any, backend: Any) -> None:
+            if moment in fails:
+                fails.remove(moment)
+                raise ValueError("of the library")
+
+        return run
+
+    if rank == 0:
+        reloadpg.on_generation(before=call("before"), after=call("after"), name="library")
+    error: Any = reloadpg.ReloadpgError if rank == 0 else reloadpg.PeerFailedError
+    with pytest.raises(error, match=r"callback library for .* raised ValueError: of the library"):
+        reloadpg.offload()
+    assert world.state == "live"
+    reloadpg.offload()
+    with pytest.raises(error, match=r"callback library for"):
+        reloadpg.reload()
+    reloadpg.reload()
+    assert total(world) == 2.0
+
+
+@pytest.mark.ranks(2)
+def test_wrong_callbacks_are_refused_and_plain_groups_never_end() -> None:
+    start()
+    for group, given in ((None, {}), (None, {"after": 3}), ("a name", {"after": print})):
+        with pytest.raises(InvalidOptionError, match="nothing was registered"):
+            reloadpg.on_generation(group, **given)  # type: ignore[arg-type]
+    plain = dist.new_group([0, 1], backend="gloo") if worlds.NCCL else dist.ProcessGroup(0, 1)
+    called: list[Any] = []
+    reloadpg.on_generation(plain, before=lambda *_: called.append(1))
+    reloadpg.offload()
+    assert called == []

@@ -1,0 +1,175 @@
+"""A library that keeps the communicator of a group, over torch's NCCL engines on the stand-ins.
+
+``deep_ep`` is a stand-in that caches by group as DeepEP V2 does. The stand-in for NCCL records each
+use of a communicator after its release, which fails the run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_job import CAN_SUSPEND, ENGINES, engine_variables, on_engines, start, summed
+
+import reloadpg
+from reloadpg.errors import BorrowedError
+from reloadpg.integrations.deep_ep import keep
+from reloadpg.testing import run_ranks, standins
+from reloadpg.testing.ranks import RanksFailedError
+
+pytestmark = [
+    pytest.mark.standins,
+    pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
+]
+
+PACKAGES = Path(__file__).parents[1] / "helpers" / "packages"
+
+
+def deep_ep() -> Any:
+    sys.path.insert(0, str(PACKAGES))
+    import deep_ep
+
+    return deep_ep
+
+
+def buffer_of(group: Any) -> Any:
+    return deep_ep().ElasticBuffer(group, explicitly_destroy=True)
+
+
+def trained(rank: int, create: Callable[[Any], Any], cycles: int = 2) -> list[str]:
+    """Create a buffer before each step, use it, and offload; the strategies of the offloads."""
+    group = dist.new_group([0, 1])
+    found = []
+    for _ in range(cycles):
+        assert summed(group, rank) == 3.0
+        found.append(create(group).dispatch())
+        report = reloadpg.offload()
+        found += [one.strategy for one in report.groups if one.name == group.group_name]
+        reloadpg.reload()
+    return [str(one) for one in [*found, create(group).dispatch()]]
+
+
+def _unprotected(rank: int, size: int) -> list[str]:
+    start(rank, borrowed="ignore")
+    return trained(rank, buffer_of)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_a_policy_a_released_communicator_is_used(engine: str) -> None:
+    """The defect: the cache of the library hits after a reload. The stand-in names the caller."""
+    with pytest.raises(RanksFailedError, match="after its release") as caught:
+        run_ranks(_unprotected, 2, standins=True, timeout=120, env=engine_variables(engine))
+    text = str(caught.value)
+    assert "ncclCommCount uses communicator" in text
+    assert 'deep_ep/utils/comm.py", line' in text
+
+
+@on_engines(2)
+def test_by_default_the_group_is_suspended_or_the_offload_is_refused(
+    engine: str, rank: int
+) -> None:
+    """Suspended, the pointer stays valid, and other groups are recreated. No released one is used.
+
+    Where torch cannot suspend, all ranks refuse before anything is changed, and name the holder.
+    """
+    start(rank)
+    if CAN_SUSPEND:
+        assert trained(rank, buffer_of) == ["2", "suspend", "2", "suspend", "2"]
+        assert [g.strategy for g in reloadpg.status().groups] == ["recreate", "suspend"]
+        (one,) = [one for one in reloadpg.status().borrowed if one.raw]
+        assert (one.by, one.ended, one.generation) == ("deep_ep.utils.comm", False, 0)
+        return
+    for _ in range(2):
+        with pytest.raises(
+            BorrowedError, match=r"cannot be suspended.*Nothing was changed"
+        ) as seen:
+            trained(rank, buffer_of)
+        assert "communicator pointer taken by deep_ep.utils.comm (comm.py:" in str(seen.value)
+        assert reloadpg.status().state == "live"
+    assert summed(None, rank) == 3.0
+
+
+@on_engines(2)
+def test_a_refusal_names_the_holder_on_all_ranks(engine: str, rank: int) -> None:
+    """Also if only one rank knows it. Nothing was changed, and the buffer works."""
+    start(rank, borrowed="refuse")
+    group = dist.new_group([0, 1])
+    assert summed(group, rank) == 3.0
+    buffer = buffer_of(group) if rank == 1 else None
+    if rank == 0:
+        group.barrier().wait()  # the one in the constructor
+    with pytest.raises(BorrowedError, match=r"taken by deep_ep.utils.comm .*on_generation"):
+        reloadpg.offload()
+    assert summed(group, rank) == 3.0
+    assert buffer is None or buffer.dispatch() == 2
+
+
+@pytest.mark.skipif(not CAN_SUSPEND, reason="this torch cannot suspend")
+@on_engines(4)
+def test_one_member_is_enough_to_keep_a_communicator(engine: str, rank: int) -> None:
+    """All of its members suspend it; the other groups, of any rank, are recreated."""
+    start(rank)
+    first, second = (dist.new_group(ranks) for ranks in ([0, 1], [1, 2, 3]))
+    mine = [g for g in (first, second) if isinstance(g, dist.ProcessGroup)]
+    for group in (None, *mine):
+        summed(group, rank)
+    if rank == 2:
+        backend = second._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        pointer = backend._comm_ptr()  # type: ignore[attr-defined]
+    for _ in range(2):
+        report = reloadpg.offload()
+        strategies = {one.name: one.strategy for one in report.groups}
+        wanted = {g.group_name: "suspend" if g is second else "recreate" for g in mine}
+        assert strategies == {dist.group.WORLD.group_name: "recreate", **wanted}  # type: ignore
+        reloadpg.reload()
+        for group in (None, *mine):
+            summed(group, rank)
+    if rank == 2:
+        assert (
+            ctypes.CDLL(None).ncclCommCount(ctypes.c_void_p(pointer), ctypes.byref(ctypes.c_int()))
+            == 0
+        )
+
+
+@on_engines(2)
+def test_the_integration_drops_the_communicator(engine: str, rank: int) -> None:
+    """The group is recreated; DeepEP's cache then takes the new communicator."""
+    start(rank, borrowed="refuse")
+    group = dist.new_group([0, 1])
+    summed(group, rank)
+    module = deep_ep()
+    kept = keep(group, lambda: module.ElasticBuffer(group, explicitly_destroy=True))
+    for cycle in range(3):
+        assert (kept.buffer.dispatch(), summed(group, rank)) == (2, 3.0)
+        report = reloadpg.offload()
+        assert kept.buffer is None
+        assert module.buffers.alive == []
+        assert standins.communicators() == 0
+        assert {one.strategy for one in report.groups} == {"recreate"}
+        reloadpg.reload()
+        assert group.generation == cycle + 1  # type: ignore[union-attr]
+    reloadpg.recovery.recover("a test")
+    assert kept.buffer.dispatch() == 2
+    reloadpg.offload()
+
+
+@on_engines(2)
+def test_a_warning_names_what_is_used_after_free(engine: str, rank: int) -> None:
+    start(rank, borrowed="warn")
+    group = dist.new_group([0, 1])
+    summed(group, rank)
+    pointer = group._get_backend(torch.device("cuda"))._comm_ptr()  # type: ignore
+    assert pointer
+    report = reloadpg.offload()
+    texts = [text for text in report.warnings if "use after free" in text]
+    assert len(texts) == 1
+    assert __name__ in texts[0]
+    reloadpg.reload()
+    group._get_backend(torch.device("cuda"))._comm_ptr  # type: ignore  # noqa: B018
+    assert [one.ended for one in reloadpg.status().borrowed] == [True]
