@@ -461,10 +461,11 @@ NEEDS: tuple[Need, ...] = (
         "groups with symmetric memory are known",
         "borrowed",
     ),
+    *_rows("torch._C", "_cuda_clearCublasWorkspaces", "cuBLAS workspaces are freed", "holders"),
 )
 
-MAY_BE_ABSENT = frozenset({"_dist2"})
-"""Names that a build of torch may lack without a fault: in torch 2.13."""
+MAY_BE_ABSENT = frozenset({"_cuda_clearCublasWorkspaces", "_dist2"})
+"""Names that a build of torch may lack without a fault: without CUDA, in torch 2.13."""
 
 
 def torch_version() -> Version:
