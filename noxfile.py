@@ -125,19 +125,6 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
-def torchcomms(session: nox.Session) -> None:
-    """TorchComms with its gloo backend on the CPU: builds it, and runs it."""
-    session.install("torch==2.15.0", "-e", ".[test-core]")
-    session.run(".ci/torchcomms", f"{session.bin}/python", external=True)
-    command = ("python", "-m", "pytest", "-n", "2", *session.posargs)
-    env = {"TEST_WORLD": "torchcomms"}
-    names = ("op_table", "identity", "replay", "while_offloaded")
-    session.run(*command, "-m", "torchcomms", "tests/torchcomms", env=env)
-    groups = [f"tests/groups/test_{name}.py" for name in names]
-    session.run(*command, *groups, "tests/lifecycle/test_topologies.py", env=env)
-
-
-@nox.session
 def frameworks(session: nox.Session) -> None:
     """The hooks with the frameworks that they are for; writes the table of docs/frameworks.md."""
     pins = ("-c", "tests/frameworks/constraints.txt")

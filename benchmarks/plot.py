@@ -1,6 +1,6 @@
 """Draw the time of a cycle against the number of groups and of ranks.
 
-Needs matplotlib (``pip install reloadpg[bench]``). The file is the one that ``benchmarks/cycle.py
+Needs matplotlib (``pip install matplotlib``). The file is the one that ``benchmarks/cycle.py
 --json`` writes.
 
 Usage: python benchmarks/plot.py FIGURES.json PICTURE.svg

@@ -20,9 +20,6 @@ if WORLD.startswith("nccl") and not os.path.exists("/dev/nvidiactl"):
     from reloadpg.testing import standins
 
     standins.enable()  # before torch is imported
-if WORLD == "torchcomms":
-    os.environ["TORCH_DISTRIBUTED_USE_TORCHCOMMS"] = "1"  # torch reads it when it is imported
-    os.environ["TORCHCOMM_HEALTH_CHECK_WAIT_MS"] = "0"  # a failed collective waits 15 s by default
 
 REWRITTEN = (
     "cli_process",
@@ -79,17 +76,7 @@ NOT_ON_NCCL = {
 }
 """Tests that a world on NCCL leaves out, by the start of their names, and why."""
 
-NOT_ON_TORCHCOMMS = {
-    "groups/test_op_table.py::test_little_is": "it cannot coalesce",
-    "groups/test_op_table.py::test_operation_that_asks": "point-to-point: see op_table.py",
-    "groups/test_replay.py::test_what_was_set_on_the_live_gr": "its timeouts cannot be read",
-    "groups/test_while_offloaded.py::test_a_query": "replaces its class",
-    "lifecycle/test_topologies.py::test_a_partial_batch": "hangs with torch alone",
-}
-
-LEFT_OUT = (
-    NOT_ON_NCCL if WORLD.startswith("nccl") else NOT_ON_TORCHCOMMS if WORLD == "torchcomms" else {}
-)
+LEFT_OUT = NOT_ON_NCCL if WORLD.startswith("nccl") else {}
 """What this world leaves out."""
 
 LONGEST = (

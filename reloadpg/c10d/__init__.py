@@ -2,7 +2,8 @@
 
 Seen on torch 2.8.0, 2.13.0 and 2.15.0. The other packages use no name of torch with a leading
 underscore; a class of theirs that is a process group or a backend defines methods of such names.
-:mod:`.needs` lists all names, and a torch without one that the core uses is refused here.
+:mod:`.needs` lists all names, and a torch without one that the core uses is refused here. This
+module lists what the other packages use.
 """
 
 from __future__ import annotations
@@ -15,13 +16,123 @@ from .needs import refuse_missing as refuse_missing
 
 refuse_missing("reloadpg")
 
-from .backends import *
-from .creation import *
-from .inspection import *
-from .locks import *
-from .saves import *
-from .solitary import *
-from .stores import *
-from .tables import *
-from .torchcomms import *
-from .training import *
+from .backends import COMPLETION_HOOK as COMPLETION_HOOK
+from .backends import NO_ERROR as NO_ERROR
+from .backends import CppBackend as CppBackend
+from .backends import abort_all as abort_all
+from .backends import abort_groups as abort_groups
+from .backends import aborted_groups as aborted_groups
+from .backends import add_backends as add_backends
+from .backends import await_hooks as await_hooks
+from .backends import backend_for as backend_for
+from .backends import completed_work as completed_work
+from .backends import connects_eagerly as connects_eagerly
+from .backends import connects_without_timeout as connects_without_timeout
+from .backends import device_types as device_types
+from .backends import gloo_options as gloo_options
+from .backends import group_of_backends as group_of_backends
+from .backends import is_communication_error as is_communication_error
+from .backends import is_connected as is_connected
+from .backends import live_backends as live_backends
+from .backends import memory_stats as memory_stats
+from .backends import options_of as options_of
+from .backends import raise_for_aborted as raise_for_aborted
+from .backends import sequence_number as sequence_number
+from .backends import set_desc as set_desc
+from .backends import set_name as set_name
+from .backends import wraps_backends as wraps_backends
+from .creation import COMPILERS_NEW_GROUP as COMPILERS_NEW_GROUP
+from .creation import CreationByMembers as CreationByMembers
+from .creation import batch_coalesced as batch_coalesced
+from .creation import batching_refuses_subclasses as batching_refuses_subclasses
+from .creation import check_batch as check_batch
+from .creation import complete_ranks as complete_ranks
+from .creation import create_world as create_world
+from .creation import creator_modules as creator_modules
+from .creation import creators_outside_tables as creators_outside_tables
+from .creation import forget_parent as forget_parent
+from .creation import is_creating as is_creating
+from .creation import non_member as non_member
+from .creation import original as original
+from .creation import owner_of as owner_of
+from .creation import part_of_split as part_of_split
+from .creation import sorts_ranks as sorts_ranks
+from .engine_variables import nccl_is_concerned as nccl_is_concerned
+from .engine_variables import nccl_settings as nccl_settings
+from .engine_variables import recovery_settings as recovery_settings
+from .engine_variables import release_cautions as release_cautions
+from .engine_variables import torchcomms_obstacle as torchcomms_obstacle
+from .gloo_sockets import await_peers as await_peers
+from .gloo_sockets import drop_inherited_connections as drop_inherited_connections
+from .gloo_sockets import shut_connections as shut_connections
+from .inspection import is_coalescing as is_coalescing
+from .inspection import on_collective_error as on_collective_error
+from .inspection import register_debug_handler as register_debug_handler
+from .inspection import registered as registered
+from .inspection import skip_in_compiled_code as skip_in_compiled_code
+from .inspection import symmetric_memory_groups as symmetric_memory_groups
+from .inspection import table_sizes as table_sizes
+from .inspection import unfinished_collectives as unfinished_collectives
+from .locks import LOCKS as LOCKS
+from .locks import Lock as Lock
+from .locks import needs_one_thread as needs_one_thread
+from .locks import shares_lock as shares_lock
+from .nccl_suspend import nccl_version as nccl_version
+from .nccl_suspend import resume as resume
+from .nccl_suspend import suspend as suspend
+from .nccl_suspend import suspend_obstacle as suspend_obstacle
+from .saves import SAVER as SAVER
+from .saves import SAVERS as SAVERS
+from .saves import recording_save as recording_save
+from .saves import saves_on as saves_on
+from .solitary import solitary_backend as solitary_backend
+from .stores import clone_store as clone_store
+from .stores import is_store_host as is_store_host
+from .stores import rendezvous_keys as rendezvous_keys
+from .stores import root_store as root_store
+from .stores import root_store_of_job as root_store_of_job
+from .tables import Asked as Asked
+from .tables import Unseen as Unseen
+from .tables import backend_class as backend_class
+from .tables import backend_of as backend_of
+from .tables import close_coalescing as close_coalescing
+from .tables import default_timeout as default_timeout
+from .tables import desc_of as desc_of
+from .tables import device_backends as device_backends
+from .tables import discard_generation as discard_generation
+from .tables import drop_generation as drop_generation
+from .tables import entry_of as entry_of
+from .tables import has_backends as has_backends
+from .tables import has_peers as has_peers
+from .tables import is_known as is_known
+from .tables import is_non_member as is_non_member
+from .tables import known_backends as known_backends
+from .tables import known_groups as known_groups
+from .tables import labels_of as labels_of
+from .tables import name_freed as name_freed
+from .tables import name_of as name_of
+from .tables import ranks_of as ranks_of
+from .tables import store_of as store_of
+from .tables import take_generation as take_generation
+from .tables import take_place as take_place
+from .tables import world as world
+from .timeouts import get_timeouts as get_timeouts
+from .timeouts import set_timeout as set_timeout
+from .timeouts import set_timeouts as set_timeouts
+from .timeouts import timeout_of as timeout_of
+from .training import copy_tensors as copy_tensors
+from .training import held_gradients as held_gradients
+from .training import leaves_of as leaves_of
+from .training import parameters_of as parameters_of
+from .training import refuse_unfinished as refuse_unfinished
+from .training import registered_buffers as registered_buffers
+from .training import registered_parameters as registered_parameters
+from .training import remake_step as remake_step
+from .training import replicas_of as replicas_of
+from .training import reset_pipeline as reset_pipeline
+from .training import reset_step as reset_step
+from .training import scaler_stages as scaler_stages
+from .training import set_scaler_stages as set_scaler_stages
+from .training import stages_of as stages_of
+from .training import step_flags as step_flags
+from .training import training_obstacle as training_obstacle

@@ -1,18 +1,10 @@
-"""The backend objects inside a group, with their timeouts, options and memory."""
+"""The backend objects inside a group: lookup, options, state, errors and memory."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import re
-import select
-import socket
-import stat
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -22,11 +14,12 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
-from .needs import describe_needs, missing
 from .tables import close_coalescing, device_backends, known_groups, label_of, world
-from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
-_GLOO = getattr(_c10d, "ProcessGroupGloo", None)
+GLOO = getattr(_c10d, "ProcessGroupGloo", None)
+
+
+_GLOO_SAYS = ("/gloo/", "Application timeout caused pair closure", "Connection closed by peer")
 
 CppBackend = _cpp.Backend
 """The class of backend objects; ``torch.distributed.Backend`` is that of their names."""
@@ -111,47 +104,15 @@ def sequence_number(group: ProcessGroup) -> int:
 def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
     """The options object of the first backend that has one, as NCCL does, or None."""
     for backend in live_backends(group, devices).values():
-        options = None if is_torchcomm(backend) else getattr(backend, "options", None)
-        if options is not None and not isinstance(options, getattr(_GLOO, "_Options", ())):
+        options = getattr(backend, "options", None)
+        if options is not None and not isinstance(options, getattr(GLOO, "_Options", ())):
             return cast(object, options)
     return None
 
 
-def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timedelta]:
-    """Timeouts by device type. TorchComms is omitted: its options always show the default."""
-    found: dict[str, timedelta] = {}
-    for device, backend in live_backends(group, devices).items():
-        timeout = timeout_of(getattr(backend, "options", None))
-        if timeout is not None and not is_torchcomm(backend):
-            found[device] = timeout
-    return found
-
-
-def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None:
-    """Set the timeouts of a group's backends, as read by :func:`get_timeouts`. Idempotent."""
-    now = get_timeouts(group, tuple(timeouts))
-    backends = live_backends(group, tuple(timeouts))
-    for device, timeout in timeouts.items():
-        if device in backends and now.get(device) != timeout:
-            set_timeout(backends[device], timeout)
-
-
-def timeout_of(options: object) -> timedelta | None:
-    """The timeout in a backend's options, if they have one."""
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
-
-
-def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Set the timeout of one backend. Idempotent."""
-    # ProcessGroupNCCL2 (2.15) only has the base class's method, which older versions lack.
-    setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
-    setter(timeout)
-
-
 def gloo_options(timeout: timedelta | None, device: object = None) -> Any:
     """Options of a gloo backend; ``device`` is of gloo: by default one for torch's interface."""
-    options = cast(Any, _GLOO)._Options()
+    options = cast(Any, GLOO)._Options()
     if timeout is not None:
         options._timeout = timeout
     if device is not None:
@@ -182,138 +143,6 @@ def connects_without_timeout(backend: CppBackend) -> bool:
     return type(backend).__name__ == "ProcessGroupNCCL" and not is_connected(backend)
 
 
-def suspend_obstacle(backend: CppBackend) -> str:
-    """Say why the communicators of a backend cannot be suspended; empty if they can.
-
-    ``Backend.suspend`` is in torch 2.12 and later; NCCL has it from 2.29.7 on. With
-    ``NCCL_CUMEM_ENABLE=0`` NCCL reports success and releases nothing. Torch expects
-    ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
-    ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
-    """
-    if lacking := missing("suspend"):
-        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
-    suspend = getattr(type(backend), "suspend", None)
-    name = backend.name()
-    if suspend is None:
-        return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
-    if is_torchcomm(backend):
-        return "TorchComms cannot suspend its communicators"
-    if suspend is not getattr(CppBackend, "suspend", None):
-        return _cumem_obstacle()  # a backend in Python that implements suspend
-    if not name.startswith("nccl"):
-        return f"backend {name} cannot suspend its communicators"
-    library = _nccl()
-    version = nccl_version()
-    if version is not None and version < (2, 29, 7) and not _can_suspend(library):
-        shown = ".".join(map(str, version))
-        return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
-    if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
-        return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
-    if library is None:
-        return "the NCCL library that torch uses is not found in this process"
-    if not _can_suspend(library):
-        return f"{library._name} has no ncclCommSuspend"
-    return _cumem_obstacle()
-
-
-def suspend(backend: CppBackend) -> None:
-    """Suspend the communicator of a backend. Collective over its members, blocking.
-
-    While torch's own ``suspend`` and ``resume`` wait for the other members, they hold the GIL and a
-    lock that ``abort`` needs (2.13.0 to 2.15.0), so no timeout could end the wait. This function
-    calls NCCL as torch does, but without these locks: another thread can abort the communicator,
-    which ends the call (seen over stand-ins for NCCL, not on a GPU).
-    """
-    if _is_nccl(backend):
-        _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
-    else:
-        cast(Any, backend).suspend()
-
-
-def resume(backend: CppBackend) -> None:
-    """Resume the communicator of a backend; see :func:`suspend`."""
-    if _is_nccl(backend):
-        _call_nccl("ncclCommResume", backend)
-    else:
-        cast(Any, backend).resume()
-
-
-_SUSPEND_MEM = 1
-"""``NCCL_SUSPEND_MEM`` of ``nccl.h``."""
-
-
-def _is_nccl(backend: CppBackend) -> bool:
-    return type(backend).__name__.startswith("ProcessGroupNCCL")
-
-
-def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
-    library = cast(Any, _nccl())
-    result = getattr(library, name)(ctypes.c_void_p(cast(Any, backend)._comm_ptr()), *arguments)
-    if result != 0:
-        library.ncclGetErrorString.restype = ctypes.c_char_p
-        raise RuntimeError(f"{name}: {library.ncclGetErrorString(result).decode()}")
-
-
-def _nccl() -> ctypes.CDLL | None:
-    """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
-    for name in _LIBRARIES:
-        with suppress(OSError, AttributeError):
-            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            number = ctypes.c_int()
-            library.ncclGetVersion(ctypes.byref(number))
-            major, rest = divmod(number.value, 10000)
-            if (major, rest // 100, rest % 100) == nccl_version():
-                return library
-    return None
-
-
-_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
-"""NCCL, and AMD's RCCL, which has the same functions (rocm-systems#5582; not run)."""
-
-
-def _can_suspend(library: ctypes.CDLL | None) -> bool:
-    return library is not None and hasattr(library, "ncclCommSuspend")
-
-
-def nccl_version() -> tuple[int, ...] | None:
-    """The version of the loaded NCCL (before torch 2.13: of the build); None without NCCL."""
-    engine = getattr(_c10d, "ProcessGroupNCCL", None)
-    if engine is None:
-        return None
-    known = getattr(engine, "get_runtime_nccl_version", None) or cast(Any, torch.cuda.nccl).version
-    return tuple(known())
-
-
-def _cumem_obstacle() -> str:
-    value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
-    return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")
-
-
-def nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Settings of NCCL with their origin; environment variables take precedence over files. Local.
-
-    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
-    ``/etc/nccl.conf``; the first value of a name counts. It reads them once per process, and so
-    does this function.
-    """
-    prefixes = ("NCCL_", "TORCH_NCCL_")
-    found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
-    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **found}
-
-
-@lru_cache
-def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
-    own = named or (os.path.join(home, ".nccl.conf") if home else "")
-    for path in filter(None, (own, "/etc/nccl.conf")):
-        with suppress(OSError), open(path, errors="replace") as file:
-            for line in file:
-                name, equals, value = line.partition("=")
-                if equals and not name.lstrip().startswith("#"):
-                    found.setdefault(name.strip(), (value.strip(), path))
-    return found
-
-
 def is_communication_error(error: BaseException) -> bool:
     """Whether an error comes from a failed collective rather than from the program. Pure.
 
@@ -327,222 +156,6 @@ def is_communication_error(error: BaseException) -> bool:
         text.startswith(("NCCL ", "failed to get async error"))
         or any(part in text for part in _GLOO_SAYS)
     )
-
-
-def recovery_settings(
-    environ: Mapping[str, str], seconds: float
-) -> tuple[dict[str, str], list[str]]:
-    """Return the settings that make torch's NCCL engines raise faults in the program.
-
-    By default the watchdog ends the process after a timeout or an error. With these settings it
-    aborts the communicator instead: the device continues *with wrong values*, and only the next
-    collective raises, so call :func:`raise_for_aborted` before results are used.
-
-    Seen on ``ProcessGroupNCCL`` (torch 2.13.0) and ``ProcessGroupNCCL2`` (2.15.0) over stand-ins
-    for CUDA and NCCL. With ``TORCH_NCCL_BLOCKING_WAIT=1`` the former has no watchdog, and a
-    collective hangs indefinitely unless the program calls ``wait()`` on it.
-
-    Returns:
-        Settings that are missing or were set by torchrun by default, and messages about settings
-        that conflict. ``seconds`` is how long an operation of this library may wait.
-    """
-    missing, obstacles = {}, []
-    known = _RECOVERY_SETTINGS | (TORCHCOMMS_RECOVERY if uses_torchcomms() else {})
-    for name, (value, why) in known.items():
-        given = environ.get(name) or environ.get(name.removeprefix("TORCH_"))
-        if name == _MONITORING and given == "1":
-            with suppress(ValueError):
-                if float(environ.get(_HEARTBEAT, "480")) > seconds:
-                    continue
-        if not given or (name == _HANDLING and given == "1" and "TORCHELASTIC_RUN_ID" in environ):
-            missing[name] = value
-        elif given != value and why:
-            obstacles.append(f"{name}={given}: {why}; set it to {value}")
-    return missing, obstacles
-
-
-def nccl_is_concerned(backends: Collection[str] | None) -> bool:
-    """Whether groups of these backends (None: of any backend) may use NCCL in this torch."""
-    if backends is None:
-        return torch.distributed.is_nccl_available()
-    return any(name.startswith("nccl") for name in backends)
-
-
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-
-def drop_inherited_connections() -> None:
-    """Close the parent's gloo connections in a forked child. Local, idempotent.
-
-    A connection ends when all processes have closed it. If a child, such as a worker of a
-    DataLoader, holds it, the peers of an abort wait until their timeouts. The descriptors are
-    replaced by the null device, because gloo would close their numbers again.
-    """
-    with suppress(OSError):
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for descriptor in [one for sockets in _gloo_sockets() for one in sockets]:
-            os.dup2(null, descriptor, inheritable=False)
-        os.close(null)
-
-
-def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[socket.socket]:
-    """Make the pending collectives of gloo groups fail, here and on their peers. Local.
-
-    Gloo cannot abort, and a connection stays open while any object refers to work that was started
-    on it: a variable, a graph of autograd, the reducer of ``DistributedDataParallel``.
-
-    If a connection breaks while a send is being written, gloo loses the send: the collective then
-    waits until its timeout, and the group's destructor waits for the collective (torch 2.13 and
-    2.15). So this function first ends the collectives of a connection, and then shuts only its
-    sending side. The peers can still write to it until they have read its end.
-
-    If gloo has closed a connection of which a duplicate is still open, the thread of a device that
-    is being destroyed may handle its events, which ends the process with SIGABRT. So only the
-    connections of live groups are duplicated, and no lazy ones: gloo destroys their device first.
-
-    ``others`` is the number of other groups that are aborted, whose objects are unknown. Their
-    connections are shut if no further group has connections. Returns the connections for
-    :func:`await_peers`.
-    """
-    backends = {group: found for group in groups if (found := _connected_gloo(group))}
-    devices = _gloo_sockets()
-    own = [one for sockets in devices for one in _connections(sockets)] if backends else []
-    for backend in [one for found in backends.values() for one in found]:
-        _fail_pending(backend)
-    shut = []
-    for one, descriptor in own:
-        if _is_open(descriptor, one):
-            one.close()
-        else:
-            shut.append(one)
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_WR)
-    rest = [found for sockets in devices if (found := _connections(sockets))]
-    hidden = len(groups) - len(backends) + others
-    if wraps_backends():
-        hidden += len(groups) + others  # each wrapper has a gloo group that compares the calls
-    shuts = len(rest) <= hidden
-    for one, _ in [one for found in rest for one in found]:
-        with one, suppress(OSError):
-            if shuts:
-                one.shutdown(socket.SHUT_WR)
-    return shut
-
-
-def _connections(sockets: Mapping[int, int]) -> list[tuple[socket.socket, int]]:
-    """Duplicates of the connected sockets, with the descriptors of the originals."""
-    found = []
-    for descriptor, inode in sockets.items():
-        with suppress(OSError):
-            one = socket.socket(fileno=os.dup(descriptor))
-            with suppress(OSError):
-                one.getpeername()  # a socket that listens has none
-                if os.fstat(one.fileno()).st_ino == inode:
-                    found.append((one, descriptor))
-                    continue
-            one.close()
-    return found
-
-
-def await_peers(connections: Sequence[socket.socket], seconds: float) -> None:
-    """Close shut connections when the peers have closed them, or after a timeout. Blocking."""
-    waiting = select.poll()
-    for one in connections:
-        waiting.register(one, select.POLLRDHUP)
-    left, end = len(connections), time.monotonic() + seconds
-    while left and (pause := end - time.monotonic()) > 0:
-        for descriptor, _ in waiting.poll(1e3 * pause):
-            waiting.unregister(descriptor)
-            left -= 1
-    for one in connections:
-        one.close()
-
-
-def _connected_gloo(group: ProcessGroup) -> list[Any]:
-    """The gloo backends of a group that connected all members when they were created. Local."""
-    devices = [one.type for one in getattr(group, "_device_types", ())]
-    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("", "0", "false", "off", "n")
-    found = live_backends(group, devices).values()
-    return [] if lazy else [one for one in found if type(one) is _GLOO]
-
-
-def _fail_pending(backend: Any) -> None:
-    """End the pending collectives of a gloo backend by a receive that times out."""
-    for peer in range(backend.size()):
-        with suppress(RuntimeError):
-            if peer != backend.rank():
-                work = backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
-                work.wait(timedelta(milliseconds=1))
-
-
-_UNUSED_TAG = 2**31 - 1
-
-
-def _is_open(descriptor: int, one: socket.socket) -> bool:
-    try:
-        return os.fstat(descriptor).st_ino == os.fstat(one.fileno()).st_ino
-    except OSError:
-        return False
-
-
-def _gloo_sockets() -> list[dict[int, int]]:
-    """The sockets of each gloo device of this process: descriptors and inodes; Linux only.
-
-    A device has an epoll instance that is inherited over ``exec``, with pointers as data, one pipe,
-    and its sockets (seen on torch 2.13).
-    """
-    found = []
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):
-            if "eventpoll" not in os.readlink(f"/proc/self/fd/{name}"):
-                continue
-            with open(f"/proc/self/fdinfo/{name}", encoding="ascii") as file:
-                text = file.read()
-            served = [(int(fd), int(data, 16), int(inode, 16)) for fd, data, inode in _SERVED(text)]
-            if re.search(r"flags:\s*0*2\b", text) and all(fd != data for fd, data, _ in served):
-                sockets: dict[int, int] = {}
-                others = 0
-                for fd, _, inode in served:
-                    with suppress(OSError):  # gloo's thread closes those that fail, as now
-                        is_socket = stat.S_ISSOCK(os.fstat(fd).st_mode)
-                        sockets |= {fd: inode} if is_socket else {}
-                        others += not is_socket
-                if others == 1:
-                    found.append(sockets)
-    return found
-
-
-_SERVED = re.compile(r"tfd:\s*(\d+).*?data:\s*([0-9a-f]+).*?ino:([0-9a-f]+)").findall
-
-_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
-_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
-_RECOVERY_SETTINGS = {
-    _HANDLING: (
-        "2",
-        "after an error the watchdog ends the process, or aborts no communicator",
-    ),
-    "TORCH_NCCL_BLOCKING_WAIT": (
-        "0",
-        "no watchdog runs, so that a collective without a wait() hangs indefinitely",
-    ),
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": (
-        "0",
-        "the watchdog raises errors of the device, which ends the process",
-    ),
-    _MONITORING: (
-        "0",
-        f"the process is ended if the watchdog hangs for {_HEARTBEAT}, which is no longer than "
-        "the timeout given to install",
-    ),
-    # How long the watchdog waits, four times, for a dump before it aborts; 15 s by default.
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": ("200", ""),
-}
-"""The value of each variable, and why another is refused; empty if it is not."""
-
-if hasattr(_c10d, "ProcessGroupNCCL2"):
-    # A dump with stack traces continues in a thread that is never joined. That thread acquires the
-    # GIL while the interpreter exits, which ends the process with SIGABRT (seen on 2.15.0).
-    _RECOVERY_SETTINGS["TORCH_INCLUDE_STACK_TRACE"] = ("0", "")
 
 
 def aborted_groups() -> list[str]:
@@ -568,32 +181,6 @@ def raise_for_aborted() -> None:
             f"a collective was aborted on this rank, and its results are wrong: {'; '.join(found)}."
             " Call reloadpg.recovery.recover() on all ranks and repeat the step."
         )
-
-
-_GLOO_SAYS = ("/gloo/", "Application timeout caused pair closure", "Connection closed by peer")
-
-
-def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Say which settings make the release of an NCCL communicator unsafe, and what to do. Pure.
-
-    By ``ProcessGroupNCCL.cpp`` of torch 2.8 to 2.15: with the allocator's hook, each new segment of
-    memory is registered with every communicator in a table that ``shutdown()`` does not clear. The
-    first default group of the process writes all dumps that a pipe or a timeout requests.
-    """
-    found = []
-    if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") not in ("", "0"):
-        found.append(
-            "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps registering memory "
-            "with communicators that were released, and freeing memory can then raise an error; "
-            "unset it, or deregister memory pools in on_offload() and register them in on_reload()"
-        )
-    if environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
-        found.append(
-            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set: only the first default group serves the "
-            "flight recorder's pipe, so nothing serves it after a reload; call "
-            "torch._C._distributed_c10d._dump_nccl_trace() instead"
-        )
-    return found
 
 
 def memory_stats(backend: CppBackend) -> dict[str, int] | None:

@@ -432,32 +432,18 @@ NEEDS: tuple[Need, ...] = (
         "a script runs without peers",
         "explain",
     ),
-    *[
-        row
-        for owner, names in (
-            (
-                "torch._C",
-                "_get_accelerator _set_only_lift_cpu_tensors _ensureCUDADeviceGuardSet "
-                "_swap_tensor_impl",
-            ),
-            ("torch._C._nn", "_parse_to"),
-            ("torch._ops", "HigherOrderOperator"),
-            ("torch._ops:OpOverload", "_schema"),
-            ("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode FakeTensorConverter"),
-            ("torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices"),
-            ("torch.utils._pytree", "tree_leaves tree_map_only arg_tree_leaves"),
-            ("torch:Tensor", "_is_view"),
-            ("torch.cuda", "_lazy_init _lazy_call"),
-        )
-        for row in _rows(
-            owner,
-            names,
-            "scripts for GPUs run on a machine without one",
-            "pretended CUDA",
-            (2, 13),
-            (2, 13),
-        )
-    ],
+    *_rows(
+        "torch._C",
+        "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _get_schema",
+        "collectives of tensors without values return",
+        "explain",
+    ),
+    *_rows(
+        "torch.autograd",
+        "_engine_run_backward",
+        "backward passes of tensors without values run",
+        "explain",
+    ),
     *_rows(
         "torch._C",
         "_dispatch_get_registrations_for_dispatch_key _get_schema "
@@ -476,11 +462,10 @@ NEEDS: tuple[Need, ...] = (
         "borrowed",
     ),
     *_rows("torch._C", "_cuda_clearCublasWorkspaces", "cuBLAS workspaces are freed", "holders"),
-    *_rows(_C10D, "_create_torchcomms_backend", "TorchComms is used", "TorchComms", (2, 15)),
 )
 
-MAY_BE_ABSENT = frozenset({"_BackendWrapper", "_dist2"})
-"""Names that a build of torch may lack without a fault: with TorchComms, and in torch 2.13."""
+MAY_BE_ABSENT = frozenset({"_cuda_clearCublasWorkspaces", "_dist2"})
+"""Names that a build of torch may lack without a fault: without CUDA, in torch 2.13."""
 
 
 def torch_version() -> Version:

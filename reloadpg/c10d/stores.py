@@ -12,7 +12,6 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as _c10d
 
 from .tables import is_known, store_of
-from .torchcomms import uses_torchcomms
 
 _RANKS_PER_ROOT = 128
 _HAS_NCCL2 = hasattr(_c10d, "ProcessGroupNCCL2")
@@ -86,8 +85,6 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
     later, not seen on a GPU: group rank 0 writes the unique id, one for each 128 ranks in a large
     group; a pair that sends before any collective has a separate id, ``<lower>:<higher>``.
     ``ProcessGroupNCCL2`` (2.15, over stand-ins): rank 0 writes ``<name>/nccl_storekey_0``.
-    TorchComms (2.15): gloo writes ``<rank>`` in the device's prefix, and rank 0 ``init_count``; by
-    its source, rank 0 of NCCL writes ``nccl_storekey_<name>``.
     """
     places = {f"{name}//{device}//": backend for device, backend in backends.items()}
     places[f"{name}//"] = "gloo"
@@ -104,8 +101,5 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
             more += [f"{rank}:{peer}" for peer in peers]
             if rank == 0 and _HAS_NCCL2:
                 more.append(f"{name}/nccl_storekey_0")
-            found += [f"{name}//{device}//{key}" for key in more]
-        if uses_torchcomms():
-            more = [str(rank), *(("init_count", f"nccl_storekey_{name}") if rank == 0 else ())]
             found += [f"{name}//{device}//{key}" for key in more]
     return found

@@ -16,7 +16,6 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as _c10d
 
 from ..texts import described
-from .torchcomms import HAS_TORCHCOMMS, own_communicators
 
 _changing_lists = threading.Lock()
 """Held while a list of groups is changed in several steps. Torch appends to it in one step, from
@@ -190,8 +189,6 @@ def create_without_backends(
 
 def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry."""
-    if HAS_TORCHCOMMS:
-        own_communicators(inner)
     tables = _c10d._world
     moved = {}
     for table_name in _BY_GROUP:
@@ -220,8 +217,6 @@ def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
 
     The proxy keeps the store of its first generation, which may hold keys of users.
     """
-    if HAS_TORCHCOMMS:
-        own_communicators(inner)
     hooks = _flight_recorder_hooks()
     hook = hooks.pop(inner, None)
     if hook is not None:
@@ -336,8 +331,6 @@ def drop_generation(proxy: ProcessGroup) -> None:
 
 def discard_generation(inner: ProcessGroup) -> None:
     """Remove c10d's entries of a rebuilt group that is discarded. Local, idempotent."""
-    if HAS_TORCHCOMMS:
-        own_communicators(inner)
     _flight_recorder_hooks().pop(inner, None)
 
 

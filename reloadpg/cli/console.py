@@ -69,13 +69,6 @@ def seconds(text: str) -> float:
     return value
 
 
-def new_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file name in an existing directory")
-    return path
-
-
 def existing_file(text: str) -> Path:
     path = Path(text)
     if not path.is_file():

@@ -288,14 +288,12 @@ _OTHER_TORCH = "use a tested version of torch, or a newer reloadpg"
 
 
 def check_torchcomms() -> Findings:
-    """Say what is supported where torch creates its groups with TorchComms."""
-    from ..c10d import TORCHCOMMS_SUPPORT, torchcomms_obstacle, uses_torchcomms
+    """Say that ``install`` refuses TorchComms where torch would create its groups with it."""
+    from ..c10d import torchcomms_obstacle
 
     if obstacle := torchcomms_obstacle():
         why, _, remedy = obstacle.partition(". ")
         yield Finding("torchcomms", "problem", why, remedy)
-    elif uses_torchcomms():
-        yield Finding("torchcomms", "note", TORCHCOMMS_SUPPORT)
 
 
 def check_device() -> Findings:

@@ -38,12 +38,23 @@ PINNED_BYTES = (480 << 20, 720 << 20)
 _TRACEBACK, _OUTPUT = 30, 8
 """Maximum number of lines of the traceback, or of the script's output, to show."""
 
+NO_VALUES = (
+    "The script read a value of a CUDA tensor, which has none here. With torch's CUDA build, "
+    "explain runs over stand-ins for CUDA, whose tensors have values."
+)
+
 ALONE = "Only this rank ran. Tensors that it would have received are unchanged."
 
-PRETENDED = (
-    "There is no GPU here, so the script ran on a pretended GPU with fake tensors. Values that it "
-    "read from them were 1, except for small tensors that it had written itself."
-)
+WITHOUT_GPU = {
+    "standins": (
+        "There is no GPU here, so the script ran over stand-ins for CUDA: its tensors were in host "
+        "memory, torch's kernels ran on the CPU, and Triton's did nothing."
+    ),
+    "meta": (
+        "There is no GPU here, and the stand-ins for CUDA cannot be used, so CUDA tensors had a "
+        "shape but no values (torch's device meta)."
+    ),
+}
 
 Record = Mapping[str, Any]
 
@@ -110,8 +121,8 @@ def _run(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from None
     result |= {"rank": options.rank, "world_size": options.world_size}
     result |= {name: run[name] for name in ("error", "traceback", "output", "timed_out")}
-    result["device_is_here"] = _is_here(options.device)
-    result["torchcomms"] = _torchcomms()
+    result |= {"cuda": run["cuda"], "device_is_here": _is_here(options.device)}
+    result["no_standins"] = run["why"]
     if options.json:
         say(json.dumps(result, indent=1))
     else:
@@ -135,13 +146,6 @@ def _check(options: argparse.Namespace) -> None:
         raise CommandError(
             f"torch knows no device {options.device!r} here ({here}); nothing was run."
         )
-
-
-def _torchcomms() -> str:
-    """What is supported under TorchComms; empty if torch does not use it."""
-    from ..c10d import TORCHCOMMS_SUPPORT, torchcomms_obstacle, uses_torchcomms
-
-    return torchcomms_obstacle() or (TORCHCOMMS_SUPPORT if uses_torchcomms() else "")
 
 
 def _is_here(device: str) -> bool:
@@ -249,8 +253,6 @@ def _decision(group: Record, selection: Selection, script_installs: bool) -> tup
 
 
 def _page(options: argparse.Namespace, result: Record) -> Page:
-    from ..c10d.pretended_cuda import can_pretend
-
     head = f"reloadpg explain: {options.script}, rank {result['rank']} of {result['world_size']}"
     parts = [Line(head, "head")]
     if result["groups"]:
@@ -258,10 +260,10 @@ def _page(options: argparse.Namespace, result: Record) -> Page:
     else:
         parts.append(Line("The script created no process group.", "warning"))
         parts.append(Line("Groups in other processes that the script starts are not recorded."))
-    if result["torchcomms"]:
-        parts.append(Line(f"{result['torchcomms']}.", "note"))
-    if options.device == "cuda" and not result["device_is_here"] and can_pretend():
-        parts.append(Line(PRETENDED, "note"))
+    if result["cuda"]:
+        parts.append(Line(WITHOUT_GPU[result["cuda"]], "note"))
+    if result["no_standins"]:
+        parts.append(Line(f"  Reason: {result['no_standins']}", "note", 2))
     if result["timed_out"]:
         parts.append(
             Line(
@@ -277,6 +279,8 @@ def _page(options: argparse.Namespace, result: Record) -> Page:
         lines = lines[-_TRACEBACK:] or _last_output(result["output"])
         parts += [Line(f"  {line}", "note") for line in lines]
         parts.append(Line("Groups that it would have created later are not shown."))
+        if result["cuda"] == "meta" and re.search(r"\bmeta\b", result["error"], re.IGNORECASE):
+            parts.append(Line(NO_VALUES, "note"))
         if result["traceback"] and result["groups"]:
             further = " Rank 0 receives less and may get further." if result["rank"] else ""
             parts.append(Line(ALONE + further, "note"))

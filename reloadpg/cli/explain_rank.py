@@ -4,6 +4,10 @@ Torch creates the groups, with ``fake`` in place of the requested backend; their
 immediately. Only functions that wait for another rank or need a device are replaced. The script
 runs in a forked process, which writes a record of each creation when it happens, so the records
 exist even if the script raises, exits, hangs or is killed.
+
+If the job's device is CUDA and there is none, the stand-ins for CUDA provide it: the forked process
+then executes this module again, with their libraries. Where they cannot be used, as with a CPU
+build of torch, tensors of the device are on ``meta``.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import argparse
 import ctypes
 import dataclasses
 import faulthandler
+import functools
+import importlib
 import inspect
 import json
 import os
@@ -21,8 +27,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -37,15 +43,16 @@ import reloadpg
 
 from .. import c10d, environment
 from ..c10d import explaining
-from ..c10d.pretended_cuda import can_pretend, pretend
 from ..environment.model import DistributedEnvironment, on_nodes_of
 from ..environment.teardown import OwnGroups
 from ..groups.borrowed import borrower
 from ..groups.registry import registry
 from ..groups.selection import Selection
 from ..groups.sets import TRAINER, creators
+from ..testing import standins
 from ..testing._tracebacks import folded_traceback
 from .console import progress
+from .cuda_on_meta import use_meta_for_cuda
 
 RECEIVING = ("broadcast_object_list", "recv_object_list", "scatter_object_list", "gather_object")
 """Functions that receive objects from other ranks."""
@@ -62,13 +69,19 @@ def run_script(options: argparse.Namespace) -> dict[str, Any]:
 
     Returns ``records``: one for each creation (``group``, or ``other`` if the rank is not a
     member), for each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a
-    script that ended early, or empty; the end of its ``output``; whether it ``timed_out``.
+    script that ended early, or empty; the end of its ``output``; whether it ``timed_out``;
+    ``cuda``: ``standins`` or ``meta`` if the script ran on those, else empty, and ``why`` not on
+    the stand-ins.
     """
     c10d.refuse_missing("explain", "explain")
-    with tempfile.TemporaryFile("a+") as written, tempfile.TemporaryFile() as output:
+    with (
+        tempfile.TemporaryFile("a+") as written,
+        tempfile.TemporaryFile() as output,
+        _cuda(options) as (cuda, why, environment),
+    ):
         pid = os.fork()  # before the progress starts a thread
         if pid == 0:
-            _play(options, written, output.fileno())
+            _play(options, written, output.fileno(), environment)
         code, deadline = None, time.monotonic() + options.timeout
         try:
             with progress(
@@ -96,21 +109,72 @@ def run_script(options: argparse.Namespace) -> dict[str, Any]:
     if code is not None and last.get("kind") != "end":
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         ended["error"] = f"the script ended its process ({how})"
-    return {"records": records, **ended, "output": text, "timed_out": code is None}
+    state = {"output": text, "timed_out": code is None, "cuda": cuda, "why": why}
+    return {"records": records, **ended, **state}
 
 
-def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn:
+@contextmanager
+def _cuda(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield what provides CUDA devices, why it is not the stand-ins, and their environment."""
+    if options.device != "cuda" or torch.cuda.is_available():
+        yield "", "", {}
+        return
+    with ExitStack() as stack:
+        try:
+            with progress("building the stand-ins for CUDA"):
+                environment = {**stack.enter_context(standins.job()).environment}
+        except standins.StandinsError as error:
+            kind, why, environment = "meta", str(error), {}
+        else:
+            devices = str(_ranks_per_node(options))
+            defaults = {"RELOADPG_STANDIN_DEVICES": devices, "RELOADPG_STANDIN_DEVICE_MIB": "81920"}
+            kind, why, environment = "standins", "", {**defaults, **os.environ, **environment}
+            environment.pop("CUDA_VISIBLE_DEVICES", None)
+        yield kind, why, environment
+
+
+def _ranks_per_node(options: argparse.Namespace) -> int:
+    return min(int(options.world_size), NODE)
+
+
+def _play(
+    options: argparse.Namespace, records: TextIO, output: int, environment: dict[str, str]
+) -> NoReturn:
+    """Play the rank in this process, which executes this module again for an environment."""
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the parent
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream in (1, 2):
             os.dup2(output, stream)
+        if environment:
+            os.set_inheritable(records.fileno(), True)
+            kept = {name: getattr(options, name) for name in _OPTIONS}
+            call = f"import sys; sys.path[:] = {sys.path}; from {__name__} import play_again"
+            given = f"{call}; play_again()", json.dumps(kept), str(records.fileno())
+            os.execve(sys.executable, [sys.executable, "-c", *given], environment)
+        _play_rank(options, records)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+_OPTIONS = ("script", "script_arguments", "module", "rank", "world_size", "device")
+
+
+def play_again() -> None:
+    """Play the rank after the process was executed again."""
+    options, records = sys.argv[1:]
+    _play_rank(argparse.Namespace(**json.loads(options)), open(int(records), "a"))  # noqa: SIM115
+
+
+def _play_rank(options: argparse.Namespace, records: TextIO) -> NoReturn:
+    try:
         faulthandler.enable(2)  # the stack of a crash is shown like other output
         # After a fork torch replaces its thread pool at the next use, which is not thread-safe: the
         # threads of autograd, one per device, would abort ("Invalid thread pool!", seen on 2.13).
         torch.set_num_threads(torch.get_num_threads())
-        rank, size, local = options.rank, options.world_size, min(options.world_size, NODE)
+        rank, size, local = options.rank, options.world_size, _ranks_per_node(options)
         for name in list(os.environ):  # no launcher started this process
             if name.startswith(LAUNCHERS) or name == "TORCH_DIST_INIT_BARRIER":
                 del os.environ[name]
@@ -118,8 +182,11 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
             "explain", **on_nodes_of(local, rank, size), master_port=29500
         )
         os.environ.update(environ.variables())
-        if options.device == "cuda" and not torch.cuda.is_available() and can_pretend():
-            pretend(local)
+        without_gpu = options.device == "cuda" and not torch.cuda.is_available()
+        if without_gpu:
+            use_meta_for_cuda(local)
+        if without_gpu or standins.enabled():
+            _without_compilers()
         fake = FakeRank(options, records)
         fake.patch()
         fake.run()
@@ -129,6 +196,14 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+
+
+def _without_compilers() -> None:
+    """Run compiled functions eagerly, and skip Triton's kernels, which need a GPU."""
+    torch.compile = functools.partial(torch.compile, disable=True)  # type: ignore[assignment]
+    with suppress(ImportError):
+        jit: Any = importlib.import_module("triton.runtime.jit")
+        jit.KernelInterface.__getitem__ = lambda self, grid: lambda *_, **__: None
 
 
 class FakeRank:
@@ -325,7 +400,7 @@ def _set_now() -> str | None:
 def _if_possible(wrapped: Any, given: dict[str, Any]) -> Any:
     # The device does not exist here; a torch without CUDA lacks even the function.
     with suppress(RuntimeError, AssertionError, ValueError, AttributeError):
-        return wrapped(**given)
+        return wrapped(*given.values())
 
 
 def _without_reduction(wrapped: Any, given: dict[str, Any]) -> Any:

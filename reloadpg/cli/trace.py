@@ -1,4 +1,8 @@
-"""``reloadpg trace``: draw a job's offloads and reloads from its trace or status files."""
+"""``reloadpg trace``: a job's last offloads and reloads, from its trace or status files.
+
+A table for each operation, with a row for each rank. The files of
+:mod:`reloadpg.observability.trace` also open in ui.perfetto.dev, on one axis of time.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,27 @@ from typing import Any
 from ..reports import Report, Span
 from ..settings import STATUS_DIR
 from ..texts import counted
-from .console import CommandError, new_file, positive, say
+from .console import CommandError, Line, Page, positive, say, show, tabled
+from .job import clock
 from .records import UNREADABLE, RankRecord, decoded, read_directory, typed
 from .status import job_directory
-from .timeline import Run, clusters, draw
 
 _OPERATION = "reloadpg,operation"
 """Category of the events that :mod:`reloadpg.observability.trace` writes for operations."""
 
+_CLOSE_S = 0.005
+"""Seconds between the calls of two ranks that count as one operation, since clocks differ."""
 
-def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
+_RUNNING = "not ended"
+"""The note of an operation in progress; its time is that of the last update."""
+
+
+def read_operations(path: Path) -> tuple[list[list[Report]], set[int], list[str]]:
     """The operations in a trace file, or in the files of a directory; ranks; and failures to read.
 
     A status directory has a trace of each rank, and its status file has the running operation.
     """
-    found: list[Run] = []
+    reports: list[Report] = []
     ranks: set[int] = set()
     failures: list[str] = []
     files = [path]
@@ -34,14 +44,14 @@ def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
         failures += reading.failures
         ranks |= {record.rank for record in reading.ranks} | {*reading.missing}
         for record in reading.ranks:
-            found += _in_progress(record)
-        files = sorted(one for one in path.glob("*.json") if not one.match("rank-*.json"))
+            reports += _in_progress(record)
+        files = sorted(file for file in path.glob("*.json") if not file.match("rank-*.json"))
     for file in files:
         try:
-            found += map(_of_report, _reports(decoded(file.read_bytes())))
+            reports += _reports(decoded(file.read_bytes()))
         except UNREADABLE as error:
             failures.append(f"{file.name}: {error}")
-    return found, ranks | {run.rank for run in found}, failures
+    return operations(reports), ranks | {_rank(report) for report in reports}, failures
 
 
 def _reports(trace: Any) -> list[Report]:
@@ -49,35 +59,50 @@ def _reports(trace: Any) -> list[Report]:
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
         raise ValueError("not a trace file of reloadpg")
-    events = [one for one in events if isinstance(one, dict) and one.get("cat") == _OPERATION]
-    return [typed(Report, one.get("args")) for one in events]
+    calls = [event for event in events if isinstance(event, dict)]
+    return [typed(Report, call.get("args")) for call in calls if call.get("cat") == _OPERATION]
 
 
-def _in_progress(record: RankRecord) -> Iterator[Run]:
-    """The running operation of a rank. The others are in its trace."""
+def _in_progress(record: RankRecord) -> Iterator[Report]:
+    """The running operation of a rank as a report. The others are in its trace."""
     running = record.running
     if running is None or record.time is None:
         return
     start = running.started_at
     end = max(start, running.since, record.time)
     wait = Span(f"wait.{running.phase}", (running.since - start) * 1e3, (end - running.since) * 1e3)
-    spans = [wait] if running.waiting else []
-    yield Run(record.rank, running.operation, start, end, spans, running=True)
-
-
-def _of_report(report: Report) -> Run:
-    source, memory = report.memory_source, report.memory
-    moments = [(ms, memory.get(name, {}).get(source)) for name, ms in report.moments_ms.items()]
-    return Run(
-        report.rank or 0,
-        report.operation,
-        report.started_at,
-        report.started_at + report.total_ms / 1e3,
-        report.spans,
-        [(report.started_at + ms / 1e3, size) for ms, size in moments if size is not None],
-        source,
-        report.error,
+    yield Report(
+        running.operation,
+        changed=False,
+        generation=0,
+        spans=(wait,) if running.waiting else (),
+        total_ms=(end - start) * 1e3,
+        started_at=start,
+        rank=record.rank,
+        note=_RUNNING,
     )
+
+
+def operations(reports: Sequence[Report]) -> list[list[Report]]:
+    """Group reports of different ranks that overlap: one operation of the job each."""
+    groups: list[list[Report]] = []
+    end = 0.0
+    for report in sorted(reports, key=lambda report: report.started_at):
+        present = groups and _rank(report) in map(_rank, groups[-1])
+        if not groups or present or report.started_at > end + _CLOSE_S:
+            groups.append([])
+            end = _end(report)
+        groups[-1].append(report)
+        end = max(end, _end(report))
+    return groups
+
+
+def _rank(report: Report) -> int:
+    return report.rank or 0
+
+
+def _end(report: Report) -> float:
+    return report.started_at + report.total_ms / 1e3
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -86,11 +111,11 @@ def _of_report(report: Report) -> Run:
 def add(subcommands: Any) -> None:
     parser = subcommands.add_parser(
         "trace",
-        help="draw a job's offloads and reloads",
+        help="show a job's last offloads and reloads, rank by rank",
         description=(
-            "Draw the offloads and reloads of a job: one lane a rank, phases in colours, waits "
-            "for other ranks hatched, memory in use as a line. Exit code 1 if there is no "
-            "operation to draw."
+            "Show the last offloads and reloads of a job: when each rank called, how long it "
+            "waited for other ranks, its phases, memory in use, and errors. Exit code 1 if there "
+            "is no operation to show. Trace files also open in ui.perfetto.dev."
         ),
     )
     parser.add_argument(
@@ -104,19 +129,11 @@ def add(subcommands: Any) -> None:
         ),
     )
     parser.add_argument(
-        "-o",
-        "--output",
-        type=_picture,
-        default=Path("timeline.svg"),
-        metavar="FILE",
-        help="an .svg, .png or .pdf file to write (default: timeline.svg)",
-    )
-    parser.add_argument(
         "--last",
         type=positive,
-        default=6,
+        default=4,
         metavar="N",
-        help="the last N operations (default: 6)",
+        help="the last N operations (default: 4)",
     )
     parser.add_argument(
         "--ranks",
@@ -125,41 +142,87 @@ def add(subcommands: Any) -> None:
         metavar="N",
         help="maximum number of ranks, the lowest ones (default: 32)",
     )
-    parser.set_defaults(run=_run, needs={"matplotlib": "cli"})
-
-
-def _picture(name: str) -> Path:
-    path = new_file(name)
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{name!r} does not end in .svg, .png or .pdf")
-    return path
+    parser.set_defaults(run=_run, needs={"rich": "cli"})
 
 
 def _run(options: argparse.Namespace) -> int:
     where = job_directory(options.path)
     if where is None:
-        raise CommandError(f"no job to draw. Name its directory, or set {STATUS_DIR} to it.")
-    runs, ranks, failures = read_runs(where)
+        raise CommandError(f"no job to show. Name its directory, or set {STATUS_DIR} to it.")
+    recorded, ranks, failures = read_operations(where)
     for failure in failures:
         say(f"reloadpg trace: unreadable: {failure}", sys.stderr)
-    if not runs:
+    if not recorded:
         raise CommandError(
-            f"no offload or reload was found in {where}; nothing was written. Run the job with "
-            f"{STATUS_DIR} set to it, or with reloadpg.observability.TraceWriter.",
+            f"no offload or reload was found in {where}. Run the job with {STATUS_DIR} set to it, "
+            "or with reloadpg.observability.TraceWriter.",
             1,
         )
-    lanes = sorted(ranks)[: options.ranks]
-    shown, note = _selected(runs, options.last, lanes)
-    if len(lanes) < len(ranks):
-        note = ". ".join(filter(None, (note, f"The first {len(lanes)} of {len(ranks)} ranks")))
-    draw(shown, lanes, options.output, note=note)
-    number = counted(len(clusters(shown)), "operation")
-    say(f"{options.output}: {number}{f'. {note}' if note else ''}")
+    last, shown = recorded[-options.last :], sorted(ranks)[: options.ranks]
+    head = f"reloadpg trace: {where}: {counted(len(last), 'operation')} of {len(recorded)}"
+    if len(shown) < len(ranks):
+        head += f", the first {len(shown)} of {len(ranks)} ranks"
+    show([Line(head, "head"), *page(last, shown)])
     return 0
 
 
-def _selected(runs: Sequence[Run], last: int, ranks: Sequence[int]) -> tuple[list[Run], str]:
-    """The runs of these ranks in the latest operations, and what is left out."""
-    operations = clusters([run for run in runs if run.rank in ranks])
-    note = f"The last {last} of {len(operations)} operations" if len(operations) > last else ""
-    return [run for operation in operations[-last:] for run in operation], note
+def page(shown: Sequence[Sequence[Report]], ranks: Sequence[int]) -> Page:
+    """Show operations, each as a table with a row for each of these ranks that called it.
+
+    If an operation failed or has not ended, ranks that did not call it have a row, too.
+    """
+    lines: list[Line] = []
+    for operation in shown:
+        name = " and ".join(dict.fromkeys(report.operation for report in operation))
+        start = min(report.started_at for report in operation)
+        failed = any(report.error for report in operation)
+        running = any(report.note == _RUNNING for report in operation)
+        took = f"{(max(map(_end, operation)) - start) * 1e3:.1f} ms"
+        state = "failed" if failed else f"runs for {took}" if running else f"took {took}"
+        tone = "bad" if failed else "warning" if running else "head"
+        source = next((report.memory_source for report in operation if report.memory), "")
+        header = (
+            "rank",
+            "began ms",
+            "ms",
+            "waits ms",
+            f"{source or 'memory'} MiB",
+            "phases",
+            "note",
+        )
+        rows: list[tuple[object, ...]] = []
+        tones: list[str] = []
+        calls = {_rank(report): report for report in operation}
+        for rank in ranks:
+            if report := calls.get(rank):
+                rows.append(_row(rank, report, start))
+                tones.append("bad" if report.error else "")
+            elif failed or running:
+                rows.append((rank, *[None] * 3, "", "", "did not call it"))
+                tones.append("warning")
+        lines += [Line(""), Line(f"{name} at {clock(start)} {state}", tone)]
+        lines += tabled(header, rows, tones)
+    return lines
+
+
+def _row(rank: int, report: Report, start: float) -> tuple[object, ...]:
+    phases = {name: ms for name, ms in report.phases_ms.items() if not name.startswith("wait.")}
+    return (
+        rank,
+        (report.started_at - start) * 1e3,
+        report.total_ms,
+        float(report.wait_ms),
+        _memory(report),
+        ", ".join(f"{name} {ms:.1f}" for name, ms in phases.items()),
+        next(iter(report.error.splitlines()), report.note),
+    )
+
+
+def _memory(report: Report) -> str:
+    """Memory in use at the first and the last measurement of an operation."""
+    measured = [
+        report.memory.get(moment, {}).get(report.memory_source)
+        for moment in sorted(report.moments_ms, key=lambda moment: report.moments_ms[moment])
+    ]
+    sizes = [f"{size / 2**20:.0f}" for size in measured if size is not None]
+    return f"{sizes[0]} -> {sizes[-1]}" if len(sizes) > 1 else "".join(sizes)

@@ -98,7 +98,7 @@ def install(
             None means 8, and 1 for a backend other than gloo and NCCL: a backend that holds a lock
             of the process while it waits for other ranks could deadlock. Equal on all ranks. Each
             creating thread has a separate store client, so jobs of more than 2,048 ranks use fewer
-            threads. TorchComms creates one group at a time.
+            threads.
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
             bypass, for example ``"*_SERVICE"``. Matched against the name and description at
             creation. Equal on all ranks.
@@ -113,7 +113,6 @@ def install(
             ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also overriding torchrun's default of 1), until
             :func:`uninstall`. With them, a collective that fails or times out is aborted and
             leaves wrong values without an error; :func:`retrying` and :func:`offload` detect this.
-            With TorchComms, sets those of its NCCL backend too, with which nothing has run.
             Each process writes a mark to the job's store, so that another process can replace it
             (:func:`rejoin`).
         borrowed: what an offload does about a group of which other code has taken a pointer to the
@@ -132,7 +131,7 @@ def install(
     Raises:
         InvalidOptionError: an option is invalid, or the environment has an unknown variable that
             begins with ``RELOADPG_``; with ``recoverable``, a variable has another value, or NCCL
-            groups were created without these variables; TorchComms is enabled before torch 2.15.
+            groups were created without these variables; torch uses TorchComms.
         PatchConflictError: already installed with other options.
         UnsupportedTorchError: the installed torch lacks names that this library uses.
     """

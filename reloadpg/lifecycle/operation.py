@@ -189,8 +189,6 @@ class Operation:
     @property
     def creators(self) -> int:
         """Number of threads that create groups, each with a separate store client."""
-        if c10d.uses_torchcomms():  # it reads rank and size from the environment of the process
-            return 1
         return min(self.options.threads, StorePool.clients_of_a_rank(self.world.size()))
 
     # -- barriers ---------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Releases:
         else:
             for part in parts:
                 if aborts:  # a destroy would wait for peers in a lock that other threads need
-                    c10d.abort_part(part)
+                    part.abort()
                 part.shutdown()  # after an abort, it ends torch's watchdog
         self.job.doomed.pop(group, None)
         if not group.construction.is_mixed:
@@ -308,7 +308,7 @@ def _abort(parts: list[Any]) -> None:
     with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
         while parts:
             with suppress(RuntimeError):
-                c10d.abort_part(parts[-1])
+                parts[-1].abort()
             parts.pop()
 
 
@@ -316,7 +316,7 @@ def _discard(inner: ProcessGroup) -> None:
     """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
     c10d.discard_generation(inner)
     with suppress(RuntimeError):
-        c10d.abort_part(inner)
+        inner.abort()
 
 
 def _parts(inner: ProcessGroup, construction: Construction) -> list[Any]:

@@ -3,7 +3,7 @@
 An operation is a complete event; its phases, its waits for other ranks and its groups lie within
 it; memory in use is a counter. Times are Unix time in microseconds, so the files of several ranks
 need no alignment but that of their hosts' clocks. Open a file in ui.perfetto.dev or
-chrome://tracing, or draw the folder with ``reloadpg trace``.
+chrome://tracing; ``reloadpg trace`` shows a folder of them in a terminal.
 """
 
 from __future__ import annotations

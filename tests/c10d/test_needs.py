@@ -23,7 +23,6 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 OTHERS = {
     "_exit": "os",
     "_getframe": "sys",
-    "_slotnames": "copyreg",
     "_fields": "a namedtuple",
     "_replace": "a namedtuple",
     "_pytest": "pytest",
@@ -43,8 +42,6 @@ OTHERS = {
     "_sdp": "the end of a name",
     "_sdp_enabled": "the end of a name",
     "_World": "the name of a class that c10d creates",
-    "_ZN3c104impl26device_guard_impl_registryE": "a symbol of libc10",
-    "_is_param": "an attribute that fake tensors have for themselves",
 }
 """Strings and names that are not private names of torch, and whose they are."""
 

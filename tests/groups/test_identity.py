@@ -65,8 +65,7 @@ def _make_groups(rank):
     made["from_group"] = DeviceMesh.from_group(made["new_subgroups"], "cpu").get_group()
     if SPLITS:
         made["split_group"] = dist.split_group(None, [[0, 1], [3, 2]])
-        if worlds.WORLD != "torchcomms":  # its gloo raises on the other ranks
-            made["split_group, not of all"] = dist.split_group(None, [[1, 2]])
+        made["split_group, not of all"] = dist.split_group(None, [[1, 2]])
     # Last: since torch 2.15 it advances the members' counter, which all later names come from.
     # Where torch splits groups from WORLD, it waits indefinitely for ranks that do not call.
     if not worlds.SPLITS_EVERY_GROUP:
@@ -201,9 +200,6 @@ def test_the_proxy_is_the_group_in_every_generation(job, stock):
         expected, first = plain["snapshots"][0], facts["snapshots"][0]
         # Torch 2.15 leaves splits out of its list of groups without a tag.
         missing = expected["in tables"]
-        if worlds.WORLD == "torchcomms":  # taken out, so that they end with their group
-            expected["lengths"] |= {"comms": facts["snapshots"][0]["lengths"]["comms"]}
-            assert expected["lengths"]["comms"] == 1  # of the group of one rank, which is bypassed
         assert {name for names in missing.values() for name in names} <= {"tags"}
         for snapshot in facts["snapshots"]:
             for what in ("in tables", "lengths", "name", "ranks"):

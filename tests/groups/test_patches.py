@@ -241,8 +241,12 @@ def test_warnings_are_handled_without_a_lock(monkeypatch):
             assert installed == [True, False]
 
 
-def test_torchcomms_is_refused_where_torch_hangs_with_it(monkeypatch):
-    """Before 2.15, with torch's switches set as where torchcomms is installed and enabled."""
+@pytest.mark.matrix
+@pytest.mark.skipif(
+    not hasattr(distributed_c10d, "_use_torchcomms_enabled"), reason="this torch has no TorchComms"
+)
+def test_install_refuses_torchcomms(monkeypatch):
+    """With torch's switches set as where torchcomms is installed and enabled."""
     monkeypatch.setattr(distributed_c10d, "_TORCHCOMM_AVAILABLE", True)
     monkeypatch.setattr(torch.distributed.config, "use_torchcomms", True)
     with pytest.raises(
@@ -250,9 +254,9 @@ def test_torchcomms_is_refused_where_torch_hangs_with_it(monkeypatch):
     ):
         reloadpg.install()
     assert not reloadpg.is_installed()
-    (found,) = [one for one in diagnose().findings if one.check == "torchcomms"]
-    assert found.level == "problem"
-    assert "Unset the variable" in found.remedy
+    (finding,) = [line for line in diagnose().findings if line.check == "torchcomms"]
+    assert finding.level == "problem"
+    assert "Unset the variable" in finding.remedy
 
 
 def test_an_unknown_variable_that_is_empty_counts_as_unset(monkeypatch):

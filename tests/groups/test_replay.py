@@ -20,7 +20,6 @@ import reloadpg
 from reloadpg import GroupOffloadedError
 from reloadpg.testing import run_ranks, simulated
 
-
 REHEARSAL = "reloadpg rehearsal"
 """The name of the groups that are created before the first offload, to try the replay."""
 

@@ -144,16 +144,6 @@ ROWS: dict[str, Row] = {}
 HANG_ON_NCCL = {"recv[any source]", "irecv[any source]"}
 """NCCL cannot receive from any rank; a rank that sends then waits indefinitely."""
 
-NOT_ON_TORCHCOMMS = {
-    *HANG_ON_NCCL,
-    *("batch_isend_irecv", "batch_isend_irecv[partial]", "fc.batch_p2p_ops_inplace"),
-    *("fc.isend_inplace", "isend, irecv", "isend, irecv[group ranks]", "ops.batch_p2p_ops"),
-    *("ops.isend", "send, recv", "send_object_list"),
-}
-"""Its gloo cannot receive from any rank. It counts a batch as a collective of the group, so members
-that do not take part in a batch hang in the next collective. Values of a second run of the table
-were wrong with torch alone."""
-
 SPACES: dict[str, Any] = {
     "": dist,
     "fc": fc,
@@ -185,7 +175,6 @@ def row(
     names = covers or (name.partition("[")[0],)
     missing = not all(_has(covered) for covered in names)
     missing |= worlds.NCCL and name in HANG_ON_NCCL
-    missing |= worlds.WORLD == "torchcomms" and name in NOT_ON_TORCHCOMMS
     ROWS[name] = Row(name, names, run, expect, ways, modes, groups, missing)
 
 

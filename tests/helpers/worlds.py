@@ -25,15 +25,14 @@ CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 
 
 WORLD = os.environ.get("TEST_WORLD", "unbound")
-"""``unbound``, ``bound``, ``nccl``, ``nccl-bound`` or ``torchcomms``: the default group of
-:func:`init`.
+"""``unbound``, ``bound``, ``nccl`` or ``nccl-bound``: the default group of :func:`init`.
 
 The tests run in all of them. Most trainers bind the default group to a device, and torch then uses
 other code paths. ``nccl`` is torch's ProcessGroupNCCL, over the stand-ins for CUDA and NCCL or on
-GPUs; tensors are then on the device by default. ``torchcomms`` is TorchComms' gloo, unbound.
+GPUs; tensors are then on the device by default.
 """
-if WORLD not in ("unbound", "bound", "nccl", "nccl-bound", "torchcomms"):
-    raise ValueError(f"TEST_WORLD={WORLD}: it is unbound, bound, nccl, nccl-bound or torchcomms")
+if WORLD not in ("unbound", "bound", "nccl", "nccl-bound"):
+    raise ValueError(f"TEST_WORLD={WORLD}: it is unbound, bound, nccl or nccl-bound")
 
 BOUND = WORLD.endswith("bound") and WORLD != "unbound"
 """Whether :func:`init` binds the default group to a device."""

@@ -1,0 +1,120 @@
+"""Suspend and resume of a communicator's memory, by NCCL's functions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch.distributed import distributed_c10d as _c10d
+
+from .backends import CppBackend
+from .engine_variables import nccl_settings
+from .needs import describe_needs, missing
+
+
+def suspend_obstacle(backend: CppBackend) -> str:
+    """Say why the communicators of a backend cannot be suspended; empty if they can.
+
+    ``Backend.suspend`` is in torch 2.12 and later; NCCL has it from 2.29.7 on. With
+    ``NCCL_CUMEM_ENABLE=0`` NCCL reports success and releases nothing. Torch expects
+    ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
+    ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
+    """
+    if lacking := missing("suspend"):
+        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
+    suspend = getattr(type(backend), "suspend", None)
+    name = backend.name()
+    if suspend is None:
+        return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
+    if suspend is not getattr(CppBackend, "suspend", None):
+        return _cumem_obstacle()  # a backend in Python that implements suspend
+    if not name.startswith("nccl"):
+        return f"backend {name} cannot suspend its communicators"
+    library = _nccl()
+    version = nccl_version()
+    if version is not None and version < (2, 29, 7) and not _can_suspend(library):
+        shown = ".".join(map(str, version))
+        return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
+    if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
+        return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
+    if library is None:
+        return "the NCCL library that torch uses is not found in this process"
+    if not _can_suspend(library):
+        return f"{library._name} has no ncclCommSuspend"
+    return _cumem_obstacle()
+
+
+def suspend(backend: CppBackend) -> None:
+    """Suspend the communicator of a backend. Collective over its members, blocking.
+
+    While torch's own ``suspend`` and ``resume`` wait for the other members, they hold the GIL and a
+    lock that ``abort`` needs (2.13.0 to 2.15.0), so no timeout could end the wait. This function
+    calls NCCL as torch does, but without these locks: another thread can abort the communicator,
+    which ends the call (seen over stand-ins for NCCL, not on a GPU).
+    """
+    if _is_nccl(backend):
+        _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
+    else:
+        cast(Any, backend).suspend()
+
+
+def resume(backend: CppBackend) -> None:
+    """Resume the communicator of a backend; see :func:`suspend`."""
+    if _is_nccl(backend):
+        _call_nccl("ncclCommResume", backend)
+    else:
+        cast(Any, backend).resume()
+
+
+_SUSPEND_MEM = 1
+"""``NCCL_SUSPEND_MEM`` of ``nccl.h``."""
+
+
+def _is_nccl(backend: CppBackend) -> bool:
+    return type(backend).__name__.startswith("ProcessGroupNCCL")
+
+
+def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
+    library = cast(Any, _nccl())
+    result = getattr(library, name)(ctypes.c_void_p(cast(Any, backend)._comm_ptr()), *arguments)
+    if result != 0:
+        library.ncclGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"{name}: {library.ncclGetErrorString(result).decode()}")
+
+
+def _nccl() -> ctypes.CDLL | None:
+    """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
+    for name in _LIBRARIES:
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            number = ctypes.c_int()
+            library.ncclGetVersion(ctypes.byref(number))
+            major, rest = divmod(number.value, 10000)
+            if (major, rest // 100, rest % 100) == nccl_version():
+                return library
+    return None
+
+
+_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
+"""NCCL, and AMD's RCCL, which has the same functions (rocm-systems#5582; not run)."""
+
+
+def _can_suspend(library: ctypes.CDLL | None) -> bool:
+    return library is not None and hasattr(library, "ncclCommSuspend")
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """The version of the loaded NCCL (before torch 2.13: of the build); None without NCCL."""
+    engine = getattr(_c10d, "ProcessGroupNCCL", None)
+    if engine is None:
+        return None
+    known = getattr(engine, "get_runtime_nccl_version", None) or cast(Any, torch.cuda.nccl).version
+    return tuple(known())
+
+
+def _cumem_obstacle() -> str:
+    value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
+    return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")
