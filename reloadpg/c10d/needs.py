@@ -509,8 +509,11 @@ def _expected(capability: str | None, needs: Iterable[Need]) -> Iterator[Need]:
 
 
 _UNKNOWN = object()
-_ENGINES = ("ProcessGroupNCCL", "_dump_nccl_trace", "_dump_fr_trace")
-"""What a build without NCCL lacks."""
+_ENGINES = (
+    *("ProcessGroupNCCL", "_dump_nccl_trace", "_dump_fr_trace"),
+    "_cuda_clearCublasWorkspaces",
+)
+"""What a build without NCCL or CUDA lacks."""
 
 
 def _is_met(need: Need, owners: dict[str, Any], load: bool) -> bool:
