@@ -495,12 +495,10 @@ def _expected(capability: str | None, needs: Iterable[Need]) -> Iterator[Need]:
 
 _UNKNOWN = object()
 _ENGINES = (
-    "ProcessGroupNCCL",
-    "_dump_nccl_trace",
-    "_dump_fr_trace",
+    *("ProcessGroupNCCL", "_dump_nccl_trace", "_dump_fr_trace"),
     "_cuda_clearCublasWorkspaces",
 )
-"""What a build without CUDA lacks."""
+"""What a build without NCCL or CUDA lacks."""
 
 
 def _is_met(need: Need, owners: dict[str, Any], load: bool) -> bool:
