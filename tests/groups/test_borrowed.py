@@ -68,6 +68,9 @@ def test_the_taker_is_known_while_it_holds_the_object() -> None:
     worlds.barrier()
     assert world._get_backend(worlds.device()).rank() == world.rank()
     gc.collect()
+    in_torch = eval("lambda g, d: g._get_backend(d)", vars(dist.distributed_c10d))
+    torchs = in_torch(world, worlds.device())
+    assert type(torchs).__module__.startswith("torch.")
     assert reloadpg.status().borrowed == ()
     backend = world._get_backend(worlds.device())
     line = sys._getframe().f_lineno - 1
