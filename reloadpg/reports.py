@@ -16,6 +16,7 @@ __all__ = [
     "Fault",
     "GroupReport",
     "GroupStatus",
+    "HolderReport",
     "OperationStatus",
     "Report",
     "Reports",
@@ -24,7 +25,7 @@ __all__ = [
     "Status",
 ]
 
-_NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "store"})
+_NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "holders", "store"})
 """Phases in which communicators, devices, the network or the caller's code take the time."""
 
 
@@ -130,6 +131,24 @@ class Borrowed:
 
 
 @dataclass(frozen=True)
+class HolderReport:
+    """A holder of communication memory that follows a set; see :func:`reloadpg.register_holder`.
+
+    Attributes:
+        state: ``held``, ``released`` or ``failed``.
+        bytes: bytes that it holds, or held before its release; None if unknown.
+        ms: wall time of its part in an operation, in milliseconds; None in a status.
+    """
+
+    name: str
+    set: str
+    state: str
+    bytes: int | None = None
+    ms: float | None = None
+    collective: bool = False
+
+
+@dataclass(frozen=True)
 class Report:
     """The record of one call of ``offload``, ``reload`` or ``recover`` on this rank.
 
@@ -157,6 +176,7 @@ class Report:
         sets: the sets that it was called for: ``all``, their names separated by commas, or ``all
             but`` and names.
         borrowed: what other code holds of the groups of this operation; see :class:`Borrowed`.
+        holders: the holders that were released or restored, in order.
     """
 
     operation: str
@@ -178,6 +198,7 @@ class Report:
     replaced: tuple[int, ...] = ()
     sets: str = "all"
     borrowed: tuple[Borrowed, ...] = ()
+    holders: tuple[HolderReport, ...] = ()
 
     @property
     def phases_ms(self) -> dict[str, float]:
@@ -453,6 +474,7 @@ class Status:
         kept: communicators of a rollout engine in this process that are no process groups, by name,
             with what frees their memory: an offload leaves them as they are.
         borrowed: what other code holds of the reloadable groups; see :class:`Borrowed`.
+        holders: the registered holders of communication memory.
         off: whether nothing is installed because of ``RELOADPG=off``.
     """
 
@@ -476,6 +498,7 @@ class Status:
     sets: Mapping[str, SetStatus] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     borrowed: tuple[Borrowed, ...] = ()
+    holders: tuple[HolderReport, ...] = ()
     off: bool = False
 
     @property
@@ -537,6 +560,7 @@ class Status:
             lines += [f"set {name}: {one.state}" for name, one in self.sets.items()]
         lines += [f"not a process group, kept: {text}" for text in self.kept.values()]
         lines += [f"borrowed: {one}" for one in self.borrowed]
+        lines += [f"holder {one.name}: {one.state}" for one in self.holders]
         rows = []
         for g in self.groups:
             desc = described(g.desc, g.ranks)

@@ -1,7 +1,9 @@
-"""Environment variables that this library reads, and the check of timeouts. Imports no torch."""
+"""Environment variables that this library reads, and the checks of arguments. Imports no torch."""
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -28,7 +30,7 @@ NCCL = "RELOADPG_NCCL"
 OFF = "RELOADPG"
 """Environment variable: ``off`` makes ``install`` and all operations do nothing in this process."""
 
-IS_OFF = f"{OFF}=off: reloadpg does nothing in this process"
+IS_OFF = "RELOADPG=off: reloadpg does nothing in this process"
 
 _OFF_VALUES, _ON_VALUES = frozenset({"off", "0"}), frozenset({"", "on", "1"})
 
@@ -80,7 +82,7 @@ def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
     """
     if environ.get(OFF, "").strip().lower() not in _OFF_VALUES | _ON_VALUES:
         raise InvalidOptionError(
-            f"{what}: {OFF}={environ[OFF]!r} is neither on nor off; nothing was changed. "
+            f"{what}: RELOADPG={environ[OFF]!r} is neither on nor off; nothing was changed. "
             "Set it to off, or unset it."
         )
     unknown = unknown_variables(environ)
@@ -97,7 +99,7 @@ def as_timedelta(
     """Convert a caller's timeout. Local, pure.
 
     Args:
-        value: a timedelta, or seconds.
+        value: a timedelta, or seconds as a number of Python or NumPy.
         name: the name of the argument.
         nothing: the consequence, for the message: "nothing was installed".
 
@@ -105,10 +107,53 @@ def as_timedelta(
         InvalidOptionError: not a time, or one that torch does not take.
     """
     with suppress(TypeError, ValueError, OverflowError):
-        bound = value if isinstance(value, timedelta) else timedelta(seconds=value)
-        if _SHORTEST <= bound <= _LONGEST and not isinstance(value, bool):
+        bound = value
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            bound = timedelta(seconds=float(value))  # timedelta does not take NumPy's integers
+        if isinstance(bound, timedelta) and _SHORTEST <= bound <= _LONGEST:
             return bound
     raise InvalidOptionError(
         f"{name}={value!r} is not a time between one millisecond and {_LONGEST.days} days; "
         f"{nothing}. Give a timedelta, or seconds."
     )
+
+
+def as_integer(value: object) -> int | None:
+    """Convert an integer of Python or NumPy, or an integer tensor of one element. Local, pure.
+
+    None if it is another value, or a bool. Strings of digits are not converted.
+    """
+    with suppress(TypeError, ValueError, RuntimeError):
+        if not isinstance(value, bool) and not isinstance(_item(value), bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    return None
+
+
+def as_flag(value: object, name: str, nothing: str = "nothing was started") -> bool:
+    """Convert a bool of Python, NumPy or a tensor. Local, pure.
+
+    Raises:
+        InvalidOptionError: another value; a string such as "False" would count as true.
+    """
+    with suppress(TypeError, ValueError, RuntimeError):
+        found = value if isinstance(value, bool) else _item(value)
+        if isinstance(found, bool):
+            return found
+    raise InvalidOptionError(f"{name}={value!r} is not True or False; {nothing}. Pass a bool.")
+
+
+def _item(value: object) -> object:
+    """The Python value of a scalar of NumPy or torch; None for other objects."""
+    return value.item() if hasattr(value, "item") else None
+
+
+def as_names(value: object) -> tuple[str, ...] | None:
+    """Convert a string, or an iterable of strings. Local, pure. None if it is another value."""
+    if isinstance(value, str):
+        return (str(value),)
+    found: tuple[object, ...] = (None,)
+    with suppress(TypeError):
+        found = tuple(value)  # type: ignore[arg-type]
+    if not all(isinstance(name, str) and name for name in found):
+        return None
+    return tuple([str(name) for name in found])  # NumPy's strings have another repr

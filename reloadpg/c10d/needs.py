@@ -475,11 +475,12 @@ NEEDS: tuple[Need, ...] = (
         "groups with symmetric memory are known",
         "borrowed",
     ),
+    *_rows("torch._C", "_cuda_clearCublasWorkspaces", "cuBLAS workspaces are freed", "holders"),
     *_rows(_C10D, "_create_torchcomms_backend", "TorchComms is used", "TorchComms", (2, 15)),
 )
 
-MAY_BE_ABSENT = frozenset({"_BackendWrapper", "_dist2"})
-"""Names that a build of torch may lack without a fault: with TorchComms, and in torch 2.13."""
+MAY_BE_ABSENT = frozenset({"_BackendWrapper", "_cuda_clearCublasWorkspaces", "_dist2"})
+"""Names that a build of torch may lack without a fault: TorchComms, without CUDA, torch 2.13."""
 
 
 def torch_version() -> Version:

@@ -65,7 +65,7 @@ def labels_of(groups: Sequence[ProcessGroup]) -> str:
 def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
     """Global ranks of the members, in the order of their group ranks."""
     ranks = _c10d._world.pg_group_ranks.get(group)
-    return tuple(range(group.size())) if ranks is None else tuple(ranks)
+    return tuple(range(group.size())) if ranks is None else tuple(map(int, ranks))
 
 
 def backend_of(group: ProcessGroup) -> str:

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ..rendezvous.peers import process_table, start_of
 from ..reports import OperationStatus, Report, Status
 from ..settings import STATUS_DIR
 
@@ -101,6 +102,8 @@ class RankRecord:
     Attributes:
         world_size: size of its job, None if it does not know yet.
         time: Unix time of its last update, in seconds.
+        started: the start time of its process; empty if unknown.
+        process_table: the identifier of the host and namespace of ``pid``; empty if unknown.
         report: the report of its last operation; None before the first.
         last_ms: wall time of its last operation of each kind.
         exited: whether this is the last record of a process that has exited.
@@ -122,6 +125,8 @@ class RankRecord:
     exited: bool
     collectives: Collectives
     last_ms: Mapping[str, float]
+    started: str = ""
+    process_table: str = ""
     age_s: float | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
     process: str = ""
@@ -141,13 +146,22 @@ class RankRecord:
         return replace(record, raw=data, age_s=age_s)
 
     def looked_up(self) -> RankRecord:
-        """Return a copy with the process state of a late rank, from this host's process table.
+        """Return a copy with the state of the rank's process, from this host's process table.
 
-        A process that updates its record is running, even if it is not in the table: it may be in
-        a container with a PID namespace.
+        The process is found if the record is of the same table: a process id of another PID
+        namespace, such as a container's, means nothing here. It has ended if the id is not in use,
+        or by a process that began at another time. A record without that is looked up by its host's
+        name, if it is late.
         """
+        if self.exited or self.pid is None:
+            return self
+        if self.process_table and self.started:
+            if self.process_table != process_table():
+                return self
+            gone = start_of(self.pid) != self.started
+            return replace(self, process="gone" if gone else _process_state(self.pid))
         late = self.age_s is not None and self.age_s > LATE_S
-        if not late or self.exited or self.pid is None or self.host != socket.gethostname():
+        if not late or self.host != socket.gethostname():
             return self
         return replace(self, process=_process_state(self.pid))
 

@@ -29,14 +29,20 @@ from ..rendezvous.plan import Plan
 from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
-from ..settings import as_timedelta
+from ..settings import as_flag, as_timedelta
 from ..texts import named_ranks
 from .device import Placement, accelerator, choose_placement, parse_backend, parse_device
 from .launchers import identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
-from .network import apply_network, interface_in_use, restore_network, validate_network
-from .store import Place, open_store, take_place
+from .network import (
+    apply_network,
+    interface_in_use,
+    published_address,
+    restore_network,
+    validate_network,
+)
+from .store import Place, addresses_of, open_store, take_place
 from .store_barrier import job_round
 from .teardown import OwnGroups, abort_groups
 
@@ -68,6 +74,21 @@ class DistributedContext:
     mesh: DeviceMesh | None
     owned: bool
     own: OwnGroups = field(default_factory=OwnGroups, repr=False)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process, as ``environment.rank``."""
+        return self.environment.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, as ``environment.world_size``."""
+        return self.environment.world_size
+
+    @property
+    def local_rank(self) -> int | None:
+        """The rank on this host, as ``environment.local_rank``; None if it is unknown."""
+        return self.environment.local_rank
 
     def __enter__(self) -> DistributedContext:
         return self
@@ -105,6 +126,10 @@ def init_distributed(
     requested settings that differ. Without ``mesh_dims``, this is local. A reloadable default group
     that was aborted or shut down, and not destroyed, is replaced: all groups are aborted first.
 
+    In a world of 1, no group, store or port is created, unless ``backend``, ``mesh_dims`` or
+    ``store`` asks for a group: a program without a launcher runs as it does without
+    torch.distributed, and :func:`barrier` and the other functions here return at once.
+
     It is also local in a process that replaces another one (see
     :func:`reloadpg.recovery.rejoin`): the other ranks have already agreed and connected.
 
@@ -120,8 +145,9 @@ def init_distributed(
         mesh_dims: sizes for ``resolve_mesh_dims``; None creates no mesh.
         seed: passed to ``set_seed`` with the mesh; None sets no seed.
         adopt: an existing group is expected: do not warn about settings that differ.
-        network: ``auto`` calls ``configure_network_environment()`` before connecting; a mapping
-            sets these variables. Both change only unset variables and log one line with the
+        network: ``auto`` calls ``configure_network_environment()`` before connecting, and without
+            InfiniBand selects the interface that routes to the rendezvous address; a mapping sets
+            these variables. Both change only unset variables and log one line with the
             changes. ``off`` sets nothing. Nothing is set if a default group exists, or in a world
             of 1.
         connect: ``eager`` connects the new groups with a small all-reduce on each, within
@@ -149,6 +175,8 @@ def init_distributed(
     init_timeout = as_timedelta(init_timeout, "init_timeout")
     settings = validate_network(network)
     validate(connect, "init_distributed")
+    adopt, stream = as_flag(adopt, "adopt"), as_flag(stream, "stream")
+    first_device = as_flag(external_gpu_device_mapping, "external_gpu_device_mapping")
     if seed is not None:
         seed_for(seed, {}, {}, ())
     if store is not None and not isinstance(store, Store):
@@ -172,11 +200,16 @@ def init_distributed(
     else:
         environment = identify(os.environ).environment(has_store=store is not None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
-        local_rank = 0 if external_gpu_device_mapping else environment.local_rank
+        local_rank = 0 if first_device else environment.local_rank
         placement = choose_placement(backend, device, device_id, local_rank)
         used = placement.device
         if environment.world_size > 1:
-            apply_network(settings)
+            apply_network(settings, environment)
+        elif backend is None and sizes is None and store is None:
+            placement.use(stream=stream)
+            if seed is not None:
+                set_seed(seed)
+            return DistributedContext(environment, used, None, owned=False, own=own)
         try:
             mesh = bring_up(
                 environment, placement, timeout, init_timeout, sizes, connect, store, stream
@@ -236,7 +269,10 @@ def bring_up(
     seconds, difference = init_timeout.total_seconds(), ""
     if root is not None:
         host, local_rank = socket.gethostname(), environment.local_rank
-        place = Place(rank, size, host, local_rank, str(device), placement.exclusive())
+        place = Place(
+            *(rank, size, host, local_rank, str(device), placement.exclusive()),
+            address=published_address(),
+        )
         difference = take_place(store, place, seconds)
     # A process that is refused is not counted, also on its host.
     rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
@@ -245,7 +281,10 @@ def bring_up(
     round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
     if difference:
         round_.disagree("agree", difference)
-    creation = _Creation(backend, rank, sizes, device, timeout, connect, OwnGroups())
+    creation = _Creation(
+        *(backend, rank, sizes, device, timeout, connect, OwnGroups()),
+        addresses=partial(addresses_of, store, size),
+    )
 
     def create_world() -> None:
         creation.at = f"creating the default group ({backend})"
@@ -278,6 +317,7 @@ class _Creation:
 
     Attributes:
         own: the groups created since bring-up began.
+        addresses: describes the addresses of the ranks, for messages.
         at: the current work, for messages.
     """
 
@@ -288,6 +328,7 @@ class _Creation:
     timeout: timedelta
     connect: Connect
     own: OwnGroups
+    addresses: Callable[[], str] = str
     at: str = "creating groups"
 
     def within(self, round_: Round, first: Callable[[], object] | None = None) -> DeviceMesh | None:
@@ -311,9 +352,10 @@ class _Creation:
             except RuntimeError as error:
                 raise ReloadpgError(
                     f"init_distributed: rank {self.rank} failed at {self.at} over "
-                    f"{interface_in_use()}: {error}. No group was created. Check that this "
-                    f"interface exists on each host and reaches the others, or select another with "
-                    f"NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."
+                    f"{interface_in_use()}: {error}. {self.addresses()}No group was created. Check "
+                    f"that each address is reachable from the other hosts and not a loopback "
+                    f"address, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface "
+                    f"that is."
                 ) from error
             finally:
                 if attempt.abandoned:  # the caller has raised and does not own later groups

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .. import c10d
 from ..errors import InvalidOptionError
+from ..settings import as_integer
 
 _CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
 
@@ -173,8 +174,9 @@ def _uuid(device: torch.device) -> str:
 def _bound(device_id: torch.device | int | None, device: torch.device) -> torch.device | None:
     if device_id is None:
         return None
-    if isinstance(device_id, int):
-        device_id = torch.device(device.type, device_id)
+    index = as_integer(device_id)
+    if index is not None and index >= 0:
+        device_id = torch.device(device.type, index)
     if device.type == "cpu" or device_id != device:
         raise _error(f"device_id={str(device_id)!r} is not this rank's accelerator: {device}")
     return device_id

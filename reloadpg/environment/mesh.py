@@ -8,7 +8,6 @@ NCCL), whatever the timeout of WORLD. So the groups are created here and passed 
 from __future__ import annotations
 
 import math
-import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 from ..errors import InvalidOptionError
+from ..settings import as_integer
+from ..texts import did_you_mean
 from .model import MeshDimensionError
 
 if TYPE_CHECKING:
@@ -31,17 +32,19 @@ _TORCH_SEEDS = 1 << 64
 def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Sizes of the mesh dimensions, in mesh order, for a world of ``world_size`` ranks.
 
-    Local, pure. The order is always :data:`MESH_ORDER`; omitted dimensions have size 1. One size
-    may be -1: it is inferred from the others. Dimensions of size 1 are dropped, except ``dp_shard``
-    with ``tp`` or ``ep``, where FSDP needs a mesh to wrap over. If no dimension is left, the mesh
-    is ``dp_shard`` over the world.
+    Local, pure. One size may be -1: it is inferred from the others.
+
+    The names of :data:`MESH_ORDER` have rules: they are put in that order; those of size 1 are
+    dropped, except ``dp_shard`` with ``tp`` or ``ep``, where FSDP needs a mesh to wrap over; if
+    none is left, the mesh is ``dp_shard`` over the world. Any other name is the caller's: it keeps
+    its place and stays at size 1, as in ``init_device_mesh``, and no dimension is added to it.
 
     Args:
-        dims: size by name.
+        dims: size by name, outermost first.
         world_size: number of ranks.
 
     Raises:
-        MeshDimensionError: not a mapping, an unknown name, a size that is not a positive number or
+        MeshDimensionError: not a mapping, a misspelt name, a size that is not a positive number or
             -1, more than one -1, a world size that is not divisible, or a product that differs from
             the world size. Also a ValueError.
     """
@@ -50,42 +53,44 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
             f"mesh_dims={dims!r} is not a mapping of names to sizes. No group was created. Pass "
             f"for example {{'dp_shard': -1, 'tp': 2}}."
         )
-    unknown = [name for name in dims if name not in MESH_ORDER]
-    if unknown:
-        raise _no_mesh(f"Unknown mesh dimension {unknown[0]!r}; known are {MESH_ORDER}", dims)
-    for name, size in dims.items():
-        if not _is_integer(size) or size == 0 or size < -1:
-            raise _no_mesh(f"{name}={size!r} is neither a positive number nor -1", dims)
-    if not _is_integer(world_size) or world_size < 1:
+    own = [name for name in dims if name not in MESH_ORDER]
+    for name in own:
+        if not isinstance(name, str) or not name:
+            raise _no_mesh(f"{name!r} is not a name of a dimension", dims)
+        if name.startswith("dp_") and (similar := did_you_mean(name, MESH_ORDER)):
+            raise _no_mesh(f"Unknown mesh dimension {name!r}{similar}; known: {MESH_ORDER}", dims)
+    given = {name: as_integer(size) for name, size in dims.items()}
+    for name, size in given.items():
+        if size is None or size == 0 or size < -1:
+            raise _no_mesh(f"{name}={dims[name]!r} is neither a positive number nor -1", dims)
+    world = as_integer(world_size)
+    if world is None or world < 1:
         raise _no_mesh(f"world_size={world_size!r} is not a positive number", dims)
-    inferred = [name for name, size in dims.items() if size == -1]
+    ordered = iter([name for name in MESH_ORDER if name in given])
+    order = [name if name in own else next(ordered) for name in given]
+    sizes: dict[str, int] = {name: given[name] or 1 for name in order}
+    inferred = [name for name in given if sizes[name] == -1]
     if len(inferred) > 1:
         raise _no_mesh(f"{' and '.join(inferred)} are -1; only one size can be inferred", dims)
-    sizes = {name: dims.get(name, 1) for name in MESH_ORDER}
-    known = math.prod(size for size in sizes.values() if size != -1)
+    product = math.prod(size for size in sizes.values() if size != -1)
     if inferred:
-        if world_size % known:
+        if world % product:
             raise _no_mesh(
-                f"{inferred[0]} cannot be inferred: world_size={world_size} is not divisible by "
-                f"{known}, the product of the other sizes",
+                f"{inferred[0]} cannot be inferred: world_size={world} is not divisible by "
+                f"{product}, the product of the other sizes",
                 dims,
             )
-        sizes[inferred[0]] = world_size // known
-    elif known == 1:
-        return {"dp_shard": world_size}
-    elif known != world_size:
-        raise _no_mesh(f"The product of the sizes is {known}, but world_size={world_size}", dims)
-    keep_shard = sizes["tp"] > 1 or sizes["ep"] > 1
-    resolved = {
-        name: size
-        for name, size in sizes.items()
-        if size > 1 or (name == "dp_shard" and keep_shard)
-    }
-    return resolved or {"dp_shard": world_size}
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        sizes[inferred[0]] = world // product
+    elif product != world and (own or product != 1):
+        raise _no_mesh(f"The product of the sizes is {product}, but world_size={world}", dims)
+    elif product == 1 and not own:
+        return {"dp_shard": world}
+    parallel = {name for name, size in sizes.items() if size > 1}
+    if parallel & {"tp", "ep"} and (not own or "dp_shard" in sizes):
+        parallel.add("dp_shard")
+        sizes = {name: sizes.get(name, 1) for name in ([*sizes] if own else MESH_ORDER)}
+    resolved = {name: size for name, size in sizes.items() if name in parallel or name in own}
+    return resolved or {"dp_shard": world}
 
 
 def _no_mesh(what: str, dims: Mapping[str, int]) -> MeshDimensionError:
@@ -174,11 +179,8 @@ def seed_for(
     The coordinates along the distinct dimensions are the digits of one number, which is added to
     ``seed``. So no two seeds collide, as they do with ``seed + 100 * pp + tp`` from tp=100 on.
     """
-    try:
-        number = -1 if isinstance(seed, bool) else operator.index(seed)  # also NumPy's integers
-    except TypeError:
-        number = -1
-    if not 0 <= number < _TORCH_SEEDS:
+    number = as_integer(seed)
+    if number is None or not 0 <= number < _TORCH_SEEDS:
         raise _no_seed(f"seed={seed!r} is not a number in 0..2**64-1")
     unknown = [name for name in distinct_dims if name not in sizes and name not in MESH_ORDER]
     if unknown:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any, Literal
 
 from ..errors import InvalidOptionError
-from .model import Export, ip_of
+from .model import DistributedEnvironment, Export, ip_of
 
 Network = Literal["auto", "off"] | dict[str, str]
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -24,6 +28,9 @@ _INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
 _TOOL_SECONDS = 10.0
 # A user's PATH often lacks sbin, where iproute2 is installed.
 _TOOL_PATHS = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
+_SIOCGIFADDR = 0x8915
+_ELSEWHERE = "192.0.2.1"
+"""An address of no host (RFC 5737), for which the default route is chosen."""
 _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]+", re.ASCII)
 
 
@@ -90,12 +97,23 @@ _applied: list[Export] = []
 """The changes of bring-ups to ``os.environ`` that are not undone."""
 
 
-def apply_network(network: Network) -> None:
-    """Set unset variables in ``os.environ``, and log one line with the changes. Local."""
+def apply_network(network: Network, environment: DistributedEnvironment) -> None:
+    """Set unset variables in ``os.environ``, and log one line with the changes. Local.
+
+    With ``auto`` and without InfiniBand, gloo and NCCL use the interface that routes to the
+    rendezvous address, unless a variable is preset. Gloo by default uses the address that the host
+    name resolves to, which is a loopback address on many machines (vLLM#7074).
+    """
     if network == "off":
         return
     export = Export(os.environ)
-    for name, value in _changes(network, os.environ).items():
+    changes = _changes(network, os.environ)
+    if network == "auto" and not any(os.environ.get(n) or n in changes for n in SOCKET_VARIABLES):
+        spans = environment.local_world_size != environment.world_size
+        routed = routing_interface(environment.master_addr, other_hosts=spans)
+        if routed is not None:
+            changes.update(dict.fromkeys(SOCKET_VARIABLES, routed))
+    for name, value in changes.items():
         export.write(name, value)
     if export.changed:
         _applied.append(export)
@@ -108,6 +126,72 @@ def restore_network() -> None:
     """Undo :func:`apply_network`. Local, idempotent; see :class:`~.model.Export`."""
     while _applied:
         _applied.pop()()
+
+
+def routing_interface(host: str, *, other_hosts: bool = False) -> str | None:
+    """Return the interface that routes to a host. Local; resolves the name; sends nothing.
+
+    None if it is the loopback interface, or if it cannot be found. With ``other_hosts`` the job has
+    several hosts: where the host's name is a loopback address, as on the host itself, the interface
+    of the default route is meant.
+    """
+    source = _source_address(host)
+    if other_hosts and (source is None or _is_local(source)):
+        source = _source_address(_ELSEWHERE)
+    if source is None or _is_local(source):
+        return None
+    for _, name in socket.if_nameindex():
+        if _address_of(name) == source:
+            return name
+    return None
+
+
+def published_address() -> str:
+    """Return the address that gloo publishes for this process, and its origin. Local.
+
+    As gloo does: that of the interface in ``GLOO_SOCKET_IFNAME``, or that of the host name.
+    """
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if named:
+        return f"{_address_of(named) or 'none'} (GLOO_SOCKET_IFNAME={named})"
+    host = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return f"none (the host name {host} does not resolve)"
+    return f"{found} (the host name {host} resolves to it)"
+
+
+def _source_address(host: str) -> str | None:
+    """The local address of a datagram to this host."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # chooses a route; a datagram socket sends nothing
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError, IndexError):
+        return None
+
+
+def _is_local(address: str) -> bool:
+    found = ip_of(address)
+    return found is None or found.is_loopback or found.is_unspecified
+
+
+def _address_of(interface: str) -> str | None:
+    """The first IPv4 address of an interface, or else its IPv6 address in use."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            asked = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
+    except OSError:
+        pass
+    with suppress(OSError), open("/proc/net/if_inet6") as lines:
+        for line in lines:
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope != "20":  # not link-local
+                return str(ip_address(bytes.fromhex(digits)))
+    return None
 
 
 def interface_in_use() -> str:

@@ -2,8 +2,9 @@
 
 A shell of an allocation, outside any step, is not a task. ``salloc`` and ``sbatch`` shells have
 ``SLURM_NTASKS`` and, in a batch script, also ``SLURM_PROCID=0``. Reading these as "rank 0 of 8"
-would wait for seven missing ranks. Only the variables that ``srun`` sets for the step are read.
-Does not import torch.
+would wait for seven missing ranks. So a task has the variables that ``srun`` sets for the step.
+Where the job id is missing, as in a container that gets a few variables only, rank, local rank and
+number of tasks are enough: a batch shell has its job's id. Does not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Mapping
 
 from .model import LOOPBACK, Identity, Variables, check_layout, port_from_ids
 
-STEP = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_SIZE = "SLURM_STEP_NUM_TASKS|SLURM_NTASKS"
+TASK = ("SLURM_PROCID", "SLURM_LOCALID", _SIZE)
+_JOB = "SLURM_JOB_ID|SLURM_JOBID"
 _STEP_ONLY = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
 _NODES = "SLURM_STEP_NODELIST"
 _COUNTS = "SLURM_STEP_TASKS_PER_NODE"
@@ -28,25 +31,34 @@ def from_slurm(environ: Mapping[str, str]) -> Identity | None:
     read = Variables(environ, "slurm")
     if read.first(*_STEP_ONLY) is None and not _stray_task(read):
         return None
-    read.require(STEP)
-    read.integer("SLURM_STEP_ID")
-    world_size = read.integer("SLURM_STEP_NUM_TASKS", minimum=1)
-    rank = read.below("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", world_size)
-    counts, node_rank = [1], 0
-    if world_size > 1:
-        read.require((*STEP, "SLURM_NODEID", _COUNTS))
+    if read.first(*_STEP_ONLY) is None and read.first(*_JOB.split("|")) is not None:
+        read.require(("SLURM_STEP_ID", *TASK))  # its rank 0 would count as the batch shell
+    read.require(TASK)
+    if "SLURM_STEP_ID" in read:
+        read.integer("SLURM_STEP_ID")
+    size_name = read.first(*_SIZE.split("|")) or _SIZE
+    world_size = read.integer(size_name, minimum=1)
+    rank = read.below("SLURM_PROCID", size_name, world_size)
+    counts: list[int] = []
+    node_rank: int | None = None
+    if world_size == 1:
+        counts, node_rank = [1], 0
+    elif "SLURM_NODEID" in read and _COUNTS in read:
         counts = _tasks_per_node(read, world_size)
         node_rank = read.below("SLURM_NODEID", "number of nodes", len(counts))
-    local_rank = read.below("SLURM_LOCALID", f"tasks on node {node_rank}", counts[node_rank])
-    check_layout("slurm", rank=rank, local_rank=local_rank, first=sum(counts[:node_rank]))
+    if node_rank is None:
+        local_rank = read.below("SLURM_LOCALID", size_name, world_size)
+    else:
+        local_rank = read.below("SLURM_LOCALID", f"tasks on node {node_rank}", counts[node_rank])
+        check_layout("slurm", rank=rank, local_rank=local_rank, first=sum(counts[:node_rank]))
     return Identity(
         source="slurm",
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
-        local_world_size=counts[node_rank],
+        local_world_size=None if node_rank is None else counts[node_rank],
         node_rank=node_rank,
-        num_nodes=len(counts),
+        num_nodes=len(counts) or None,
         address=lambda: read.address(
             world_size,
             lambda: _first_host(read, world_size),
@@ -66,9 +78,12 @@ def is_daemon_step(environ: Mapping[str, str]) -> bool:
 
 
 def _stray_task(read: Variables) -> bool:
-    # A batch script has SLURM_PROCID=0 outside any step. Any other number is a task without its
-    # step variables, which must not run as a second rank 0 of 1.
-    return "SLURM_PROCID" in read and read.integer("SLURM_PROCID") > 0
+    # A batch script has SLURM_PROCID=0 and its job's id outside any step. Any other number is a
+    # task without its step variables, which must not run as a second rank 0 of 1.
+    if "SLURM_PROCID" not in read:
+        return False
+    in_shell = read.first(*_JOB.split("|")) is not None or "SLURM_NTASKS" not in read
+    return not in_shell or read.integer("SLURM_PROCID") > 0
 
 
 def _tasks_per_node(read: Variables, world_size: int) -> list[int]:
@@ -91,7 +106,7 @@ def _first_host(read: Variables, world_size: int) -> str:
     """The first host of ``rack[1-2]node[08-11,20]-ib,login``, as ``scontrol show hostnames``."""
     if world_size == 1 and _NODES not in read:
         return LOOPBACK
-    read.require((*STEP, _NODES))
+    read.require((*TASK, f"{_NODES}|MASTER_ADDR"))
     host = _BRACKET.sub(r"\1", read.text(_NODES)).partition(",")[0]
     if not _NAME.fullmatch(host):
         raise read.error(f"{_NODES}={read.text(_NODES)!r} is not a list of hosts")
@@ -99,6 +114,8 @@ def _first_host(read: Variables, world_size: int) -> str:
 
 
 def _master_port(read: Variables) -> int:
-    read.require((*STEP, "SLURM_JOB_ID|SLURM_JOBID"))
+    missing = [name for name in ("SLURM_STEP_ID", _JOB) if read.first(*name.split("|")) is None]
+    if missing:
+        read.require((*TASK, "|".join([*missing, "MASTER_PORT"])))
     name = "SLURM_JOB_ID" if "SLURM_JOB_ID" in read else "SLURM_JOBID"
     return port_from_ids(read.integer(name), read.integer("SLURM_STEP_ID"))

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore
@@ -29,6 +29,9 @@ from .model import GroupNotInitializedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
+
+
+BARRIER_TIMEOUT = timedelta(seconds=60)
 
 
 class _Rendezvouses:
@@ -74,7 +77,15 @@ def _new_rendezvous(group: ProcessGroup, purpose: str, recovered: int) -> Rendez
     return Rendezvous(lambda: PrefixStore(prefix, find()), rank, size)
 
 
-def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None = None) -> None:
+@overload
+def barrier(
+    timeout: timedelta | float = ..., reason: str = ..., group: ProcessGroup | None = ...
+) -> None: ...
+@overload
+def barrier(
+    reason: str, timeout: timedelta | float = ..., group: ProcessGroup | None = ...
+) -> None: ...
+def barrier(*given: Any, **named: Any) -> None:
     """Wait until all ranks of a group arrive, or raise an error that names the missing ranks.
 
     Collective over the group, whose ranks must call it in the same order; blocking, with a timeout;
@@ -84,8 +95,9 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
     raises the same error. A process without launcher and group returns immediately.
 
     Args:
-        timeout: how long to wait; a timedelta, or seconds.
-        reason: the purpose of the barrier, for the error.
+        timeout: how long to wait; a timedelta, or seconds; 60 s by default.
+        reason: the purpose of the barrier, for the error. Timeout and reason may be given by
+            position in either order.
         group: the group; the default group if None. Ranks outside it return immediately.
 
     Raises:
@@ -95,6 +107,7 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
         ReloadpgError: this process replaces another one and must call ``rejoin`` first.
         InvalidOptionError: the timeout or the group is invalid. Also a ValueError.
     """
+    timeout, reason, group = _arguments(given, named)
     seconds = as_timedelta(timeout, "timeout").total_seconds()
     if c10d.is_non_member(group) and group is not None:
         return
@@ -103,13 +116,40 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
             f"barrier(group={group!r}) is not a process group. Nothing was done. Pass a group that "
             f"new_group() returned, or None for the default group."
         )
+    what = f"barrier {reason!r}" if reason else "barrier"
     chosen = _group_or_world(group, f"barrier({reason!r})")
     if chosen is None:
         return
     _check_rejoined(f"barrier({reason!r})")
-    round_ = _rendezvouses.of(chosen, "barrier").open(f"barrier {reason!r}", ("arrive",), seconds)
-    with _in_job_ranks(chosen, f"barrier {reason!r}"):
+    round_ = _rendezvouses.of(chosen, "barrier").open(what, ("arrive",), seconds)
+    with _in_job_ranks(chosen, what):
         round_.barrier("arrive")
+
+
+def _arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, str, Any]:
+    """Read the arguments of :func:`barrier`: timeout, reason and group."""
+    if given and isinstance(given[0], dist.ProcessGroup):
+        raise InvalidOptionError(
+            "barrier: its first argument is a process group, as for torch.distributed.barrier(). "
+            "Nothing was done. Call for example barrier(timeout=60, group=group)."
+        )
+    order = ["timeout", "reason", "group"]
+    if (given and isinstance(given[0], str)) or (given and "timeout" in named):
+        order = ["reason", "timeout", "group"]
+    for name, value in zip(order, given, strict=False):
+        if name in named:
+            raise TypeError(f"barrier() got several values for the argument {name!r}")
+        named[name] = value
+    unknown = [*set(named) - set(order), *given[3:]]
+    if unknown:
+        raise TypeError(f"barrier() got an unexpected argument: {unknown[0]!r}")
+    reason = named.get("reason", "")
+    if not isinstance(reason, str):
+        raise InvalidOptionError(
+            f"barrier(reason={reason!r}) is not a text. Nothing was done. Call for example "
+            f'barrier("after eval", timeout=60).'
+        )
+    return named.get("timeout", BARRIER_TIMEOUT), reason, named.get("group")
 
 
 def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Round:
@@ -216,7 +256,7 @@ def _in_job_ranks(group: ProcessGroup | None, what: str) -> Iterator[None]:
     try:
         yield
     except RendezvousTimeoutError as error:
-        members = dist.get_process_group_ranks(group)
+        members = tuple(map(int, dist.get_process_group_ranks(group)))
         if not error.missing:  # the store itself did not respond
             raise
         missing = [members[rank] for rank in error.missing]

@@ -172,8 +172,11 @@ class Construction:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the members, in the order of their group ranks."""
-        return tuple(self.members)
+        """Global ranks of the members, in the order of their group ranks.
+
+        Torch keeps the caller's values, which may be integers of NumPy or tensors.
+        """
+        return tuple(map(int, self.members))
 
     @cached_property
     def order(self) -> Order:

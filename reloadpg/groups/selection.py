@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import c10d
 from ..errors import InvalidOptionError
+from ..settings import as_flag, as_integer, as_names
 from ..texts import did_you_mean
 from .sets import TRAINER, check_name, creators, open_regions
 
@@ -52,18 +53,15 @@ class Selection:
         registered_later: bool = False,
     ) -> Selection:
         """Validate the arguments; ``registered_later`` allows backends unknown to torch."""
-        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
+        smallest = as_integer(min_size)
+        if smallest is None or smallest < 1:
             raise InvalidOptionError(
                 f"install(min_size={min_size!r}): the smallest group is one rank; nothing was "
                 "installed. Pass an integer of 1 or more."
             )
-        if not isinstance(world, bool):
-            raise InvalidOptionError(
-                f"install(world={world!r}): must be True or False; nothing was installed. Pass "
-                "False to bypass the default group."
-            )
-        patterns = tuple([exclude] if isinstance(exclude, str) else exclude)
-        if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        world = as_flag(world, "world", "nothing was installed")
+        patterns = as_names(exclude)
+        if patterns is None or "" in patterns:
             raise InvalidOptionError(
                 f"install(exclude={exclude!r}): not a pattern or a sequence of patterns; nothing "
                 'was installed. Pass for example exclude="*_SERVICE", which is matched against the '
@@ -71,14 +69,15 @@ class Selection:
             )
         rules = _rules(sets)
         if backends is None:
-            return cls(None, min_size, world, patterns, rules)
-        names = frozenset([backends] if isinstance(backends, str) else backends)
+            return cls(None, smallest, world, patterns, rules)
+        names = as_names(backends)
         if not names:
+            why = "is not a name, or several" if names is None else "makes no group reloadable"
             raise InvalidOptionError(
-                "install(backends=()) would make no group reloadable; nothing was installed. "
-                "Pass None for every accelerator backend, or name at least one."
+                f"install(backends={backends!r}) {why}; nothing was installed. Pass None for "
+                "every accelerator backend, or name at least one."
             )
-        selection = cls(frozenset(str(name) for name in names), min_size, world, patterns, rules)
+        selection = cls(frozenset(names), smallest, world, patterns, rules)
         unknown = selection.unknown_backends()
         if unknown and not registered_later:
             known = ", ".join(sorted(c10d.known_backends()))
@@ -184,13 +183,10 @@ def _rules(
     for name, given in sets.items():
         if name is not None:
             check_name(name, f"install(sets={{{name!r}: ...}})")
-        patterns: tuple[Any, ...] | None = None
+        patterns: tuple[str, ...] | None = None
         if given is not None:
-            several = isinstance(given, Iterable) and not isinstance(given, str)
-            patterns = tuple(given) if several else (given,)
-        if (name is None and patterns is None) or not all(
-            isinstance(pattern, str) and pattern for pattern in patterns or ()
-        ):
+            patterns = as_names(given)
+        if (name is None or given is not None) and (patterns is None or "" in patterns):
             raise InvalidOptionError(
                 f"install(sets={{{name!r}: {given!r}}}): not a module pattern or a sequence of "
                 'them; nothing was installed. Pass for example "vllm.*", or None for a set whose '

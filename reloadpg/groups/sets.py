@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from ..errors import InvalidOptionError
+from ..settings import as_names
 from .decorating import Decorator
 
 TRAINER = "trainer"
@@ -74,10 +75,14 @@ def creators() -> Iterator[str]:
 
 def check_name(name: object, call: str) -> None:
     if not isinstance(name, str) or not name:
-        raise InvalidOptionError(
-            f"{call}: not the name of a set; nothing was changed. Pass a name such as "
-            f'"engine"; the set of all other groups is "{TRAINER}".'
-        )
+        raise _no_set(call)
+
+
+def _no_set(call: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"{call}: not the name of a set; nothing was changed. Pass a name such as "
+        f'"engine"; the set of all other groups is "{TRAINER}".'
+    )
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,10 @@ class Chosen:
     @classmethod
     def of(cls, names: Iterable[str] | str, where: str) -> Chosen:
         """Return the sets that a user named; all sets if none. Raises InvalidOptionError."""
-        if isinstance(names, str) or not isinstance(names, Iterable):
-            names = (names,)
-        given = tuple(names)
-        for name in given:
-            check_name(name, f"{where}({name!r})")
+        given = as_names(names)
+        if given is None or "" in given:
+            shown = names[0] if isinstance(names, tuple) and len(names) == 1 else names
+            raise _no_set(f"{where}({shown!r})")
         return cls(frozenset(given), others=not given)
 
     def __contains__(self, name: str) -> bool:

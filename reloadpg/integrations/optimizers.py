@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import InvalidOptionError
 from ..lifecycle.block import offloaded
+from ..settings import as_integer
 
 __all__ = ["Every", "OffloadedPhase", "Rollouts", "every"]
 
@@ -88,7 +89,8 @@ class OffloadedPhase:
         every: int = 1,
         block: AbstractContextManager[Any] | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        interval = as_integer(every)
+        if interval is None or interval < 1:
             raise InvalidOptionError(
                 f"every={every!r}: not a positive whole number; nothing was registered. Pass 1 to "
                 "run the phase each time."
@@ -102,7 +104,7 @@ class OffloadedPhase:
                 f"block={block!r}: not a context manager; nothing was registered. Pass "
                 "reloadpg.offloaded() or the result of colocated()."
             )
-        self._phase, self._every = phase, every
+        self._phase, self._every = phase, interval
         self._block: AbstractContextManager[Any] = offloaded() if block is None else block
         self.calls = 0
         self.cycles = 0

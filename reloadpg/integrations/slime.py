@@ -17,7 +17,8 @@ registered (miles never does). Differences from their module:
   job, and return the report of :func:`reloadpg.offload` and :func:`reloadpg.reload`.
 * The default group stays the same object: no temporary gloo group replaces it, and while asleep
   a collective on it raises.
-* Groups of one rank and gloo groups bypass, also if the default group is registered.
+* Gloo groups bypass, also if the default group is registered. Groups of one rank are reloadable, so
+  that each group has ``group``.
 * Memory is not checked before a collective; an error in a collective still gets a memory note.
 * The requested backend is used: ``nccl`` is not replaced by ``mccl`` on MUSA devices.
 
@@ -82,10 +83,10 @@ def monkey_patch_torch_dist(**options: Any) -> None:
 
     Args:
         options: passed to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
-            without a GPU. ``world`` is False unless given.
+            without a GPU. ``world`` is False and ``min_size`` 1 unless given.
     """
     if not is_installed():
-        install(**{"world": False, **options})
+        install(**{"world": False, "min_size": 1, **options})
     for name, attribute in _ATTRIBUTES.items():
         if name not in vars(_Group):
             setattr(_Group, name, attribute)
@@ -234,9 +235,15 @@ class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
 
 
 def _old_new_group(*args: Any, **kwargs: Any) -> Any:
-    """Create a group without a proxy. Arguments are those of ``torch.distributed.new_group``."""
+    """Create a group without a proxy. Arguments are those of ``torch.distributed.new_group``.
+
+    The caller wants it so: it bypasses, without a warning at each offload.
+    """
     with verbatim():  # torch's function calls another patched function
-        return c10d.original("new_group")(*args, **kwargs)
+        made = c10d.original("new_group")(*args, **kwargs)
+    if not c10d.is_non_member(made):
+        registry.without_set.add(made)
+    return made
 
 
 def _group_info(group: _Group) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..groups.registry import registry
 from ..groups.sets import Chosen, SetStates
 from ..rendezvous.worker_thread import exiting
 from ..reports import Report
+from ..settings import as_flag
 from .connect import Connect, validate
 from .job import jobs
 from .offload import release
@@ -66,7 +67,8 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
         super().__init__()
         self._chosen = Chosen.of(sets, "offloaded")
         validate(connect)
-        self._collect, self._connect = collect, connect
+        self._collect = as_flag(collect, "offloaded(collect)", "nothing was changed")
+        self._connect = connect
 
     def __enter__(self) -> Report:
         block = Block(self._chosen)

@@ -20,7 +20,7 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
-from ..settings import IS_OFF, as_timedelta, refuse_unknown_variables
+from ..settings import IS_OFF, as_flag, as_integer, as_timedelta, refuse_unknown_variables
 from ..texts import counted
 from .callbacks import callbacks
 from .job import jobs
@@ -176,19 +176,19 @@ def _options(
     policy = StrategyPolicy.of(read["strategy"] if strategy is None else strategy)
     limit = read["timeout"] if timeout is None else timeout
     limit = as_timedelta(limit, "timeout", "nothing was installed")
-    if parallelism is not None and (
-        isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1
-    ):
+    threads = None if parallelism is None else as_integer(parallelism)
+    if parallelism is not None and (threads is None or threads < 1):
         raise InvalidOptionError(
             f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
             "Pass 1 to release groups one after the other."
         )
+    recoverable = as_flag(recoverable, "recoverable", "nothing was installed")
     if borrowed not in POLICIES:
         raise InvalidOptionError(
             f"install(borrowed={borrowed!r}): it is {', '.join(POLICIES[:-1])} or {POLICIES[-1]}; "
             "nothing was installed."
         )
-    return Options(selection, policy, limit, parallelism, recoverable, borrowed)
+    return Options(selection, policy, limit, threads, recoverable, borrowed)
 
 
 def _install(options: Options, *, by_environment: bool) -> Installation:

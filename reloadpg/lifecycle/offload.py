@@ -13,7 +13,8 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
-from . import memory
+from ..settings import as_flag
+from . import holders, memory
 from .callbacks import callbacks
 from .job import Job
 from .operation import Operation
@@ -78,6 +79,10 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         torch.distributed.DistBackendError: a collective was aborted on this rank, so its results
             are wrong; nothing was changed. Call :func:`recover`.
     """
+    collect, wait = (
+        as_flag(value, f"offload({name})", "nothing was changed")
+        for name, value in (("collect", collect), ("wait", wait))
+    )
     op = Operation("offload", Chosen.of(sets, "offload"))
     return release(op, collect) if wait else Pending(op, partial(release, collect=collect))
 
@@ -126,6 +131,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     kept = [group for group in live if group.history.strategy != "recreate"]
     if any(one.startswith("nccl") for g in recreated for one in g.construction.released.values()):
         op.record.warnings += release_cautions()
+    holders.release(op, "suspended" if op.may_suspend else "released")
     held = memory.in_use() if kept else {}
     if op.may_suspend:
         op.each("suspended", kept, suspend)
@@ -144,7 +150,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.barrier("released")
     op.record.warnings += releases.held()
     op.record.warnings += bytes_kept(suspended)
-    op.complete("" if live else "no live reloadable group")
+    op.complete("" if live or op.record.holders else "no live reloadable group")
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
 

@@ -15,7 +15,7 @@ from ..groups.borrowed import borrowed
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
-from ..reports import Borrowed, Fault, GroupReport, Report, Span
+from ..reports import Borrowed, Fault, GroupReport, HolderReport, Report, Span
 from . import memory
 from .callbacks import callbacks
 from .job import Job
@@ -31,6 +31,7 @@ class Record:
         self.started_at = time.time()
         self.groups: list[GroupReport] = []
         self.warnings: list[str] = []
+        self.holders: list[HolderReport] = []
         self.faults: tuple[Fault, ...] = ()
         self.replaced: tuple[int, ...] = ()
         self._started = time.perf_counter()
@@ -117,6 +118,7 @@ class Record:
             self.replaced,
             str(self.chosen),
             held,
+            tuple(self.holders),
         )
 
 

@@ -18,6 +18,7 @@ from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..rendezvous.worker_thread import Attempt, Task, Wait
+from . import holders
 from .callbacks import callbacks
 from .connect import Connect, check_group, connect_group, connects_alone
 from .job import Job, Unfinished
@@ -211,7 +212,12 @@ def rebuild(
     op.each("rebuilt", checked, rebuilds.check, parallelism=1)
     op.record.measure("rebuilt")
     op.barrier("rebuilt")
-    op.call([*op.of_generations(gone, "after"), *callbacks.reload])
+    told = op.of_generations(gone, "after")
+    if holders.to_restore(op.changes.concerned):  # after the libraries, before the program
+        op.call(told)
+        told = []
+        holders.restore(op, "done")
+    op.call([*told, *callbacks.reload])
     op.barrier("done")
     op.complete("" if op.record.groups else "no reloadable group here")
 

@@ -15,6 +15,8 @@ from ..groups.registry import registry
 from ..groups.sets import Chosen
 from ..rendezvous.decision import Decision
 from ..reports import Report
+from ..settings import as_flag
+from . import holders
 from .callbacks import callbacks
 from .connect import Connect, validate
 from .job import Job
@@ -90,6 +92,7 @@ def reload(
             registered; nothing was changed.
     """
     validate(connect)
+    wait = as_flag(wait, "reload(wait)", "nothing was changed")
     op = Operation("reload", Chosen.of(sets, "reload"), _names(skip))
     return restore(op, connect) if wait else Pending(op, partial(restore, how=connect))
 
@@ -156,9 +159,10 @@ def _leave_out(op: Operation) -> None:
 
 
 def _calls(op: Operation) -> bool:
-    """Whether this rank has callbacks to call after the rebuild."""
+    """Whether this rank has callbacks to call, or holders to restore, after the rebuild."""
     told = any(callbacks.of_generations(group) for group in op.changes.groups)
-    return told or bool(op.due(callbacks.reload))
+    held = holders.to_restore(op.changes.concerned)
+    return told or bool(held) or bool(op.due(callbacks.reload))
 
 
 def _without_communicator(op: Operation) -> list[ReloadableProcessGroup]:
@@ -177,6 +181,7 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     op.changes.rebuild_all(decision.generation)
     phases = [phase for phase in PHASES[op.name] if phase not in SUSPENDING]
     op.open(job.rendezvous.open(op.name, phases, op.round.seconds, OPTIONAL[op.name]))
+    holders.fail(op.changes.concerned)
     op.agree(connect=how, extends=_calls(op))
     reason = f"The ranks disagreed on the state: {decision.text}."
     op.record.warnings.append(f"all groups were rebuilt. {reason}")

@@ -10,7 +10,7 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import registry
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
-from . import memory
+from . import holders, memory
 from .engines import communicators
 from .job import Job, jobs
 
@@ -38,6 +38,8 @@ def status() -> Status:
     job = jobs.known
     unfinished = job.unfinished if job else []
     bypassed = registry.bypassed()
+    held = holders.reports()
+    followed = {one.name for one in held}
     return Status(
         installed=registry.patches is not None,
         initialized=world is not None,
@@ -66,8 +68,9 @@ def status() -> Status:
         ),
         running=running(),
         sets=_sets(job, shown),
-        kept=communicators(),
+        kept={name: why for name, why in communicators().items() if name not in followed},
         borrowed=borrowed(groups),
+        holders=held,
         off=registry.off,
     )
 

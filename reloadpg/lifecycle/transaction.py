@@ -9,6 +9,7 @@ from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan
 from ..texts import did_you_mean
+from . import holders
 from .job import Job, Position
 from .strategy import Strategy
 
@@ -117,7 +118,8 @@ class Transaction:
             for group in self._planned
             if not (made := group.construction).is_handed_over
         )
-        return Plan(self._name, dict(settings), groups, options, state)
+        held = holders.plans(self._chosen, self._job.rendezvous.size, whole=self.whole)
+        return Plan(self._name, dict(settings), (*groups, *held), options, state)
 
     def commit(self) -> None:
         """Record the state that all ranks have after the operation. Idempotent.

@@ -35,6 +35,7 @@ from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.lifecycle.job import jobs
 from reloadpg.lifecycle.status import running
 from reloadpg.recovery.recovering import collectives_begun
+from reloadpg.rendezvous.peers import process_table, start_of
 from reloadpg.rendezvous.worker_thread import LibraryThread
 from reloadpg.reports import Report
 from reloadpg.settings import STATUS_DIR
@@ -167,6 +168,8 @@ class StatusRecord:
         record = {
             "version": VERSION,
             "pid": os.getpid(),
+            "started": start_of(os.getpid()),
+            "process_table": process_table(),
             "rank": self.rank,
             "world_size": status.get("world_size"),
             "host": self._host,

@@ -27,6 +27,7 @@ from .. import c10d
 from ..c10d import devices
 from ..errors import PeerFailedError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..lifecycle import holders
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.job import Job, Position, jobs
 from ..lifecycle.operation import PHASES, Operation
@@ -193,6 +194,7 @@ def _recover(
         op.call(callbacks.before_reload)
     with op.record.timed("device"):
         devices.empty_cache()
+    holders.fail(op.changes.concerned, op.changes.groups)
     gone = [g for g in op.changes.groups if g.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary")
 

@@ -19,6 +19,7 @@ from .. import c10d
 from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError
 from ..lifecycle.job import jobs
+from ..settings import as_integer
 from ..texts import format_ranks
 
 
@@ -111,13 +112,14 @@ class Snapshot:
 
 def _read_replicas(given: object) -> set[int]:
     known = range(dist.get_world_size() if dist.is_initialized() else sys.maxsize)
-    ranks: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    if not all(isinstance(one, int) and one in known for one in ranks):
+    ranks = [as_integer(one) for one in given] if isinstance(given, Iterable) else [None]
+    found = {one for one in ranks if one is not None and one in known}
+    if len(found) < len({*ranks}):
         raise InvalidOptionError(
             f"retrying(replicas={given!r}): not ranks of this job; nothing was started. Pass the "
             "global ranks that hold the same state as this one."
         )
-    return {*ranks}
+    return found
 
 
 def _lost(rank: int, same: set[int]) -> str:

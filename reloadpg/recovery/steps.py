@@ -37,6 +37,7 @@ from ..lifecycle.run import notify
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
 from ..reports import Fault, Report
+from ..settings import as_integer
 from ..texts import counted
 from .recovering import longest_wait, meet, recovery_requested, seconds_of
 from .snapshot import Snapshot
@@ -138,12 +139,13 @@ def retrying(
             exception types, ``replicas`` are not ranks of the job, or an object of ``state`` cannot
             be reset. Nothing was started.
     """
-    if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
+    tries = as_integer(attempts)
+    if tries is None or tries < 1:
         raise InvalidOptionError(
             f"retrying(attempts={attempts!r}): not a positive number; nothing was started."
         )
     snapshot = None if state is None else Snapshot(state, replicas)
-    rules = _Rules(attempts, _read_on(on), seconds_of(timeout), snapshot)
+    rules = _Rules(tries, _read_on(on), seconds_of(timeout), snapshot)
     _warn_of_unused()
     return _steps(iter(items), rules)
 

@@ -31,14 +31,14 @@ class Peers:
         self._pidfds: dict[int, int] = {}  # by rank
         self._ended: set[int] = set()  # ranks whose processes were not found
         self._parent = ""
-        self.host = _host() if watches and hasattr(os, "pidfd_open") else ""
+        self.host = process_table() if watches and hasattr(os, "pidfd_open") else ""
 
     def entry(self) -> str:
         """Begin an epoch; return the entry of this process in the list of this host. Local."""
         self.forget()
         pid, parent = os.getpid(), os.getppid()
-        self._parent = f"{parent}-{_started(parent)}"
-        return f"{self._rank} {pid} {_started(pid)} {self._parent}\n"
+        self._parent = f"{parent}-{start_of(parent)}"
+        return f"{self._rank} {pid} {start_of(pid)} {self._parent}\n"
 
     def meet(self, entries: str) -> tuple[int, ...]:
         """Watch the listed processes. Local.
@@ -89,14 +89,17 @@ class Peers:
 def _open(pid: int, started: str) -> int:
     """Open the pidfd of the process that began then; it is not found if it has ended."""
     pidfd = os.pidfd_open(pid)
-    if _started(pid) != started:
+    if start_of(pid) != started:
         os.close(pidfd)
         raise ProcessLookupError
     return pidfd
 
 
-def _host() -> str:
-    """The identifier of this host; empty if the kernel does not provide it."""
+def process_table() -> str:
+    """The identifier of this host and of the processes that can be seen here; empty if unknown.
+
+    Local. It is equal in two processes if a process id means the same in both.
+    """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         text = boot + os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/net")
@@ -104,7 +107,7 @@ def _host() -> str:
     return ""
 
 
-def _started(pid: int) -> str:
+def start_of(pid: int) -> str:
     """The start time of a process, in ticks since boot; empty if it has ended."""
     with suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -12,82 +12,17 @@ import importlib
 import marshal
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import pytest
 
 from ..lifecycle.autoinstall import SWITCH
-
-RANKS = "ranks"
-PHASES = "reload_each_phase"
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RanksMark:
-    """``@pytest.mark.ranks(...)``: the body of the test runs on real ranks.
-
-    Attributes:
-        world_size: number of ranks.
-        timeout: seconds after which running ranks are ended and the test fails.
-        backend: backend of the default group that is created before the body and destroyed
-            afterwards; None creates no group.
-        env: variables set in the ranks; None removes one.
-        preload, start_method, store, standins: as for ``reloadpg.testing.run_ranks``.
-    """
-
-    world_size: int
-    timeout: float | None = None
-    backend: str | None = None
-    env: Mapping[str, str | None] | None = None
-    preload: Sequence[str] = ()
-    start_method: Literal["forkserver", "spawn"] | None = None
-    store: Literal["parent", "rank0"] = "parent"
-    standins: bool | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int):
-            raise TypeError(f"world_size={self.world_size!r} is not a number of ranks")
-        if self.world_size < 1:
-            raise ValueError(f"world_size={self.world_size} must be at least 1")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout!r} must be positive seconds")
-
-
-@dataclass(frozen=True)
-class PhasesMark:
-    """``@pytest.mark.reload_each_phase(...)``: run unchanged, and with reloads between phases.
-
-    Attributes:
-        every_group: whether a collective of any group begins a phase, and not only one of a
-            group of all ranks.
-        options: options of ``reloadpg.install`` if the body does not call it; None makes the
-            groups of every backend reloadable.
-    """
-
-    every_group: bool = False
-    options: Mapping[str, Any] | None = None
-
-
-def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
-    """The test's mark of this kind; None if it has none."""
-    name, example = (RANKS, "ranks(2, timeout=60)") if kind is RanksMark else (PHASES, PHASES)
-    mark = node.get_closest_marker(name)
-    if mark is None:
-        return None
-    try:
-        return kind(*mark.args, **mark.kwargs)
-    except (TypeError, ValueError) as error:
-        raise pytest.UsageError(
-            f"{node.nodeid}: the mark {name} cannot be used: {error}; nothing was run. Write for "
-            f"example @pytest.mark.{example}."
-        ) from None
+from ._plugin_marks import POINT, PhasesMark, RanksMark, failed
 
 
 @dataclass(frozen=True)
@@ -100,6 +35,7 @@ class RankTest:
         fixtures: by name, in order, the settings of the plugin's fixtures to create in each rank.
         arguments: those of them that the function takes as arguments.
         phases: how to reload between phases; None for the unchanged run.
+        points: whether to reload only at the calls of ``reload_point``.
     """
 
     module: str
@@ -111,6 +47,7 @@ class RankTest:
     arguments: tuple[str, ...]
     backend: str | None
     phases: PhasesMark | None
+    points: bool
     timeout: float
 
 
@@ -126,7 +63,7 @@ def execute(test: RankTest, mark: RanksMark) -> None:
         try:
             pickle.dumps(value)
         except Exception as error:
-            raise _failed(
+            raise failed(
                 f"the argument {name!r} of a test on ranks cannot be pickled ({error}); nothing "
                 "was run. Create it in the body, or from plain values."
             ) from None
@@ -147,10 +84,10 @@ def execute(test: RankTest, mark: RanksMark) -> None:
         what = head.rpartition(" (")[0]  # without the advice for callers of run_ranks
         reloads = "" if test.phases is None else ", with reloads before each collective phase"
         # Not chained: otherwise pytest prints the ranks' output twice.
-        raise _failed(f"{what}{reloads}\n{details}") from None
+        raise failed(f"{what}{reloads}\n{details}") from None
     if len({how for how, _ in ends}) > 1:
         lines = [f"  rank {rank}: {how} {reason}" for rank, (how, reason) in enumerate(ends)]
-        raise _failed(
+        raise failed(
             "the ranks ended differently, but must have equal results:\n" + "\n".join(lines)
         )
     how, reason = ends[0]
@@ -175,24 +112,20 @@ def _compiled(file: str) -> bytes:
     return marshal.dumps(compile(tree, file, "exec", dont_inherit=True))
 
 
-def _failed(message: str) -> BaseException:
-    return pytest.fail.Exception(message, pytrace=False)
-
-
 # ---------------------------------------------------------------------------------------------
 # in a rank
 
 
 def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[str, str]:
     """Run the test; return ``passed``, ``skipped`` or ``xfailed``, and the reason."""
-    made: dict[str, Any] = {"rank": rank, "world_size": world_size, "reload_point": lambda: None}
+    made: dict[str, Any] = {"rank": rank, "world_size": world_size, POINT: lambda: None}
     with ExitStack() as stack:
-        if test.phases is not None:
+        if test.phases is not None or test.points:
             from ._plugin_checks import reloading
 
             # Before the module is loaded: the collectives that it imports are wrapped then.
-            made["reload_point"] = stack.enter_context(
-                reloading(test.phases.every_group, test.phases.options, test.timeout)
+            made[POINT] = stack.enter_context(
+                reloading(test.phases, test.timeout, points=POINT in test.arguments)
             )
         function = _load(test, code)
         contexts = {}

@@ -24,7 +24,7 @@ import gc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -36,6 +36,8 @@ from torch.distributed import Work
 import reloadpg
 from reloadpg import c10d
 from reloadpg.groups.proxy import ReloadableProcessGroup
+
+from ._plugin_marks import PHASES, POINT, PhasesMark
 
 _SIM_BYTES = 1 << 20
 _NUMBERS = 64
@@ -154,6 +156,9 @@ def _communicators() -> dict[int, str]:
 
 def _text(group: Any) -> str:
     kind = "reloadable, " if isinstance(group, ReloadableProcessGroup) else ""
+    desc = c10d.desc_of(group)
+    if desc not in ("", "undefined"):
+        kind = f"{desc!r}, {kind}"
     ranks = c10d.ranks_of(group)
     members = list(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
     return f"{kind}{c10d.backend_of(group)}, ranks {members}"
@@ -165,42 +170,47 @@ def _text(group: Any) -> str:
 
 @contextmanager
 def reloading(
-    every_group: bool, options: Mapping[str, Any] | None, timeout: float
+    mark: PhasesMark | None, timeout: float, *, points: bool
 ) -> Iterator[Callable[[], None]]:
     """Reload before each phase within this block. The patches remain for the life of the process.
 
     Yields a function that offloads and reloads. Raises ``AssertionError`` if the block passed but
-    nothing was offloaded. The arguments are those of the mark, and the timeout of the test.
+    nothing was offloaded. The arguments are the mark, the timeout of the test, and whether the test
+    uses ``reload_point``; without a mark, only its calls reload.
     """
-    phases = _Phases(every_group, options, timeout)
-    phases.watch()
-    yield phases.point
+    phases = _Phases(mark or PhasesMark(), timeout)
+    phases.watch(*(() if mark is None else (*_COLLECTIVES, *_POINT_TO_POINT)))
+    yield phases.called
+    if points and phases.calls == 0:
+        raise AssertionError(
+            f"the fixture {POINT} was not called, so nothing was reloaded there. Call it on all "
+            "ranks, after the groups are created."
+        )
     if phases.cycles == 0:
+        what = f"the mark {PHASES}" if mark is not None else f"the fixture {POINT}"
         groups = "there is no reloadable group" if phases.points else "no phase began"
         raise AssertionError(
-            f"the mark reload_each_phase had nothing to reload: {groups}, so both runs were the "
-            "same. Use a collective of torch.distributed on all ranks, wait for asynchronous "
-            "ones, or call the fixture reload_point."
+            f"{what} had nothing to reload: {groups}, so this run was the same as one without "
+            "reloads. Use a collective of torch.distributed on all ranks, wait for asynchronous "
+            f"ones, or call the fixture {POINT}."
         )
 
 
 class _Phases:
     """The phases of one rank: points at which it reloads, and cycles that released groups."""
 
-    def __init__(
-        self, every_group: bool, options: Mapping[str, Any] | None, timeout: float
-    ) -> None:
-        self.points = self.cycles = 0
-        self._every_group = every_group
-        self._options = options
+    def __init__(self, mark: PhasesMark, timeout: float) -> None:
+        self.calls = self.points = self.cycles = 0
+        self._every_group = mark.every_group
+        self._options = mark.options
         self._timeout = timedelta(seconds=timeout / 2)
         self._thread = threading.get_ident()
         self._depth = 0
         self._pending: set[_WatchedWork] = set()
 
-    def watch(self) -> None:
-        """Wrap the functions, for the life of the process. Not idempotent."""
-        for name in (*_COLLECTIVES, *_POINT_TO_POINT, "init_process_group"):
+    def watch(self, *functions: str) -> None:
+        """Wrap these functions and the bring-up, for the life of the process. Not idempotent."""
+        for name in (*functions, "init_process_group"):
             original = getattr(dist, name, None)
             if original is None:
                 continue
@@ -209,6 +219,16 @@ class _Phases:
             for module in c10d.creator_modules():
                 if vars(module).get(name) is original:
                     setattr(module, name, wrapper)
+
+    def called(self) -> None:
+        """Do what ``reload_point()`` does."""
+        if not dist.is_initialized():
+            raise AssertionError(
+                f"{POINT}() was called without a default group; nothing was reloaded. Call it "
+                "after torch.distributed.init_process_group()."
+            )
+        self.calls += 1
+        self.point()
 
     def point(self) -> None:
         """Offload and reload here, if there is a job. Collective over all ranks."""

@@ -27,14 +27,19 @@ test's module again but no ``conftest.py``; ``setup_method`` and similar are not
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Generator, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ._plugin_body import PHASES, RANKS, PhasesMark, RanksMark, RankTest, execute, mark_of
+from ..settings import as_timedelta
+from ._plugin_body import RankTest, execute
+from ._plugin_marks import PHASES, POINT, RANKS, PhasesMark, RanksMark, failed, mark_of
 
 __all__ = [
     "assert_no_group_leaks",
@@ -48,6 +53,7 @@ __all__ = [
 _TIMEOUT = "reloadpg_timeout"
 _STANDINS = "reloadpg_standins"
 _RELOADED = "reloadpg_reloaded"
+_SURVIVAL = "--reloadpg-survival"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +61,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(_TIMEOUT, "seconds that tests on ranks may take (reloadpg)", default="60")
     what = "run tests on ranks over stand-ins for CUDA and NCCL, without a GPU (reloadpg)"
     parser.addini(_STANDINS, what, type="bool", default=False)
-    parser.addoption("--reloadpg-standins", action="store_true", help=what)
+    group = parser.getgroup("reloadpg")
+    group.addoption("--reloadpg-standins", action="store_true", help=what)
+    group.addoption(
+        _SURVIVAL,
+        metavar="MODULE:FUNCTION",
+        help="test what must survive a reload, with the groups that this function creates, and "
+        "nothing else (reloadpg)",
+    )
+    group.addoption(
+        f"{_SURVIVAL}-ranks", type=int, default=2, metavar="N", help="on N ranks (default: 2)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,6 +91,33 @@ def pytest_configure(config: pytest.Config) -> None:
             standins.enable()
         except standins.StandinsError as error:
             raise pytest.UsageError(str(error)) from None
+    if named := config.getoption(_SURVIVAL):
+        _survival(config, str(named))
+
+
+def _survival(config: pytest.Config, named: str) -> None:
+    """Run the file of the survival tests only, with the function that the user named."""
+    ranks = config.getoption(f"{_SURVIVAL}-ranks")
+    if ranks < 1:
+        raise pytest.UsageError(f"{_SURVIVAL}-ranks {ranks}: must be at least 1; nothing was run.")
+    module, colon, name = named.partition(":")
+    try:
+        if not (module and colon and name):
+            raise ValueError("a module and a function are separated by a colon")
+        sys.path.insert(0, str(config.invocation_params.dir))  # as python -m pytest does
+        function = getattr(importlib.import_module(module), name)
+        if not callable(function):
+            raise TypeError(f"{name} is not a function")
+    except Exception as error:
+        raise pytest.UsageError(
+            f"{_SURVIVAL} {named}: {type(error).__name__}: {error}; nothing was run. Name a "
+            "function without arguments that creates the groups of a trainer, such as "
+            "mytrainer.parallel:create_groups."
+        ) from None
+    from . import survival
+
+    config.stash[survival.FUNCTION] = function
+    config.args[:] = [str(Path(survival.__file__))]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -166,12 +209,16 @@ def world_size(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def reload_point(request: pytest.FixtureRequest) -> Any:
-    """A function that offloads and reloads, for ``reload_each_phase``; call it on all ranks.
+    """A function that offloads and reloads; call it on all ranks, at least once.
 
-    For phases that the mark does not detect, since C++ starts their collectives (the backward pass
-    of DDP, functional collectives). In the unchanged run it does nothing.
+    Without the mark ``reload_each_phase``, each call is a cycle: the plugin installs the library
+    before the default group is created, with the groups of every backend, if the body does not. A
+    test that has reloaded no group fails.
+
+    With that mark, it adds phases that the mark does not detect, since C++ starts their collectives
+    (the backward pass of DDP, functional collectives). In the unchanged run it does nothing.
     """
-    return _only_in_ranks(request, "reload_point")
+    return _only_in_ranks(request, POINT)
 
 
 @pytest.fixture
@@ -221,6 +268,7 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
         arguments=tuple(name for name in in_ranks if name in parameters),
         backend=mark.backend,
         phases=mark_of(item, PhasesMark) if reloaded else None,
+        points=POINT in in_ranks and mark_of(item, PhasesMark) is None,
         timeout=_limit(item, mark.timeout),
     )
 
@@ -253,5 +301,14 @@ def _here_or_in_ranks(request: pytest.FixtureRequest, name: str) -> Iterator[Any
         yield value
 
 
-def _limit(node: pytest.Item, named: float | None) -> float:
-    return float(node.config.getini(_TIMEOUT)) if named is None else named
+def _limit(node: pytest.Item, named: timedelta | float | None) -> float:
+    """The time limit of a test on ranks, in seconds."""
+    given = str(node.config.getini(_TIMEOUT))
+    try:
+        value = float(given) if named is None else named
+        return as_timedelta(value, _TIMEOUT if named is None else "timeout").total_seconds()
+    except ValueError:
+        raise failed(
+            f"{_TIMEOUT} = {given} is not a number of seconds; nothing was run. Correct the ini "
+            "option."
+        ) from None

@@ -30,6 +30,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,6 +38,7 @@ from typing import Any, Literal
 
 from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, Export, host_store
 from ..errors import ReloadpgError
+from ..settings import as_integer, as_timedelta
 from ..texts import counted
 from . import _rank
 from . import standins as standin_libraries
@@ -109,8 +111,8 @@ def run_ranks(
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float = 60.0,
-    env: Mapping[str, str | None] | None = None,
+    timeout: timedelta | float = 60.0,
+    env: Mapping[str, str | os.PathLike[str] | None] | None = None,
     preload: Sequence[str] = (),
     start_method: Literal["forkserver", "spawn"] | None = None,
     store: Literal["parent", "rank0"] = "parent",
@@ -137,7 +139,8 @@ def run_ranks(
         world_size: Number of ranks, at least 1.
         args: Further positional arguments, picklable.
         kwargs: Keyword arguments, picklable.
-        timeout: Seconds from the start of the ranks until those still running count as failed.
+        timeout: Time from the start of the ranks until those still running count as failed; a
+            timedelta, or seconds.
         env: Variables set in the ranks on top of the caller's environment and the above; None
             removes one.
         preload: Modules that this run imports once, before the ranks are forked, since each would
@@ -181,10 +184,13 @@ def run_ranks(
         )
     if sys.platform != "linux":
         raise NotImplementedError("run_ranks needs Linux (prctl, /proc); nothing was started")
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}; nothing was started")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive seconds, got {timeout}; nothing was started")
+    number = as_integer(world_size)
+    if number is None or number < 1:
+        raise ValueError(
+            f"world_size must be a number of at least 1, got {world_size!r}; nothing was started"
+        )
+    seconds = as_timedelta(timeout, "timeout").total_seconds()
+    env = _texts(env or {})
     if start_method not in (None, "forkserver", "spawn"):
         raise ValueError(f"start_method must be forkserver or spawn, got {start_method!r}")
     if isinstance(preload, str):
@@ -195,23 +201,23 @@ def run_ranks(
     if standins is None:
         standins = standin_libraries.enabled()
     if standins:
-        standin_libraries.refuse_unknown_settings(env or {})
+        standin_libraries.refuse_unknown_settings(env)
         standin_libraries.load()  # before the store imports torch
     with (
         _store_port(store) as port,
         _run_directory() as directory,
         _standins(standins, directory) as common,
     ):
-        variables = {**common, **(env or {})}
+        variables = {**common, **env}
         job = Job(
             call=call,
             modules=modules,
             preload=tuple(preload),
             start_method=start_method or "forkserver",
-            environments=_environments(world_size, port, store, directory, variables),
+            environments=_environments(number, port, store, directory, variables),
             directory=directory,
             caller=os.getpid(),
-            timeout=timeout,
+            timeout=seconds,
             end_on_failure=check,
             program=_rank.__file__,
             standins=bool(standins),
@@ -229,6 +235,21 @@ def run_ranks(
 
 # ---------------------------------------------------------------------------------------------
 # the input of ranks
+
+
+def _texts(env: Mapping[str, Any]) -> dict[str, str | None]:
+    """Values of variables as text; paths are converted."""
+    found = {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for name, value in env.items()
+    }
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str | None):
+            raise TypeError(
+                f"env={{{name!r}: {value!r}}}: a variable is a string; nothing was started. Pass a "
+                "string or a path, or None to remove the variable."
+            )
+    return found
 
 
 class _CallPickler(pickle.Pickler):

@@ -30,6 +30,7 @@ from reloadpg.cli.job import WAITING_S, WORKING_S, JobView
 from reloadpg.cli.records import LATE_S, SILENT_S, RankRecord, Reading, read_directory, typed
 from reloadpg.cli.status import page
 from reloadpg.observability.publish import publish_status
+from reloadpg.rendezvous import peers
 from reloadpg.reports import (
     BypassedGroup,
     Fault,
@@ -212,6 +213,23 @@ def test_a_process_is_looked_up_only_if_its_record_is_late_and_of_this_host():
     assert replace(late, host="elsewhere").looked_up().process == ""
     assert replace(late, pid=1).looked_up().process == ""  # another user's
     assert replace(late, pid=10**30).looked_up().process == "gone"
+
+
+def test_an_ended_process_of_this_host_is_gone_at_once_though_its_record_is_new():
+    """By its start time, if the id is in use again; a process of a container is taken to run."""
+    now, table = time.time(), peers.process_table()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        known = {"pid": process.pid, "started": peers.start_of(process.pid), "process_table": table}
+        new = RankRecord.of(record(0, 1, time=now, **known), now)
+        assert new.looked_up().process == ""
+        assert replace(new, started="1").looked_up().process == "gone"
+        process.kill()
+        while peers.start_of(process.pid) and new.looked_up().process != "gone":
+            time.sleep(0.01)
+        assert new.looked_up().process == "gone"  # not reaped yet
+    assert new.looked_up().process == "gone"
+    assert replace(new, process_table="another").looked_up().process == ""
+    assert replace(new, exited=True).looked_up().process == ""
 
 
 # -- reading ------------------------------------------------------------------------------------

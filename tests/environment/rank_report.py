@@ -25,7 +25,7 @@ def main() -> None:
     import torch.distributed as dist
 
     reloadpg.install(backends={"gloo"}, min_size=1)
-    with reloadpg.environment.init_distributed(timeout=120, init_timeout=60) as context:
+    with reloadpg.environment.init_distributed("gloo", timeout=120, init_timeout=60) as context:
         sums = []
         for cycle in range(4):
             if cycle:

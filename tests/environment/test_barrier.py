@@ -107,6 +107,17 @@ def test_a_barrier_without_a_group_or_with_a_bad_timeout_is_refused() -> None:
     for group in ("foo", 0, [0, 1]):
         with pytest.raises(reloadpg.errors.InvalidOptionError, match=r"barrier\(group="):
             reloadpg.environment.barrier(1, "x", group=group)  # type: ignore[arg-type]
+    for call in (
+        lambda: reloadpg.environment.barrier(dist.ProcessGroup(0, 1)),  # type: ignore[call-overload]
+        lambda: reloadpg.environment.barrier(5, reason=5),  # type: ignore[call-overload]
+    ):
+        with pytest.raises(
+            reloadpg.errors.InvalidOptionError,
+            match=r"example barrier\(.*timeout=60",
+        ):
+            call()
+    with pytest.raises(TypeError, match="several values for the argument 'timeout'"):
+        reloadpg.environment.barrier("x", 5, timeout=5)  # type: ignore[call-overload]
     for timeout in (0, -1, float("inf"), float("nan"), "5", True, timedelta(0)):
         with pytest.raises(reloadpg.errors.InvalidOptionError) as caught:
             reloadpg.environment.barrier(timeout, "x")  # type: ignore[arg-type]

@@ -138,13 +138,28 @@ def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call()
     assert connected == []
 
 
+@pytest.mark.ranks(1, env={**NOTHING, "MASTER_ADDR": None, "MASTER_PORT": None})
+def test_a_world_of_1_makes_no_group_unless_asked() -> None:
+    """As a program without torch.distributed; seed, device and barrier are as with a group."""
+    with reloadpg.environment.init_distributed(seed=5, timeout=60, device="cpu") as context:
+        assert not dist.is_initialized()
+        reloadpg.environment.barrier()
+        assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
+        assert (context.owned, context.mesh, str(context.device)) == (False, None, "cpu")
+        assert torch.initial_seed() == 5
+    for asked in ({"backend": "gloo"}, {"mesh_dims": {}}, {"store": dist.HashStore()}):
+        with reloadpg.environment.init_distributed(**asked, device="cpu") as context:  # type: ignore[arg-type]
+            assert (summed(1), context.owned) == (1, True)
+        assert not dist.is_initialized()
+
+
 def come_up_partly(rank: int, world_size: int) -> tuple[Any, ...]:
     helpers = (
         environment.get_rank(),
         environment.is_rank_zero(),
         environment.rank_zero_only(int)("3"),
     )
-    with reloadpg.environment.init_distributed(init_timeout=60) as context:
+    with reloadpg.environment.init_distributed("gloo", init_timeout=60) as context:
         return (*helpers, context.environment.world_size, summed(1))
 
 
@@ -476,6 +491,8 @@ def test_a_group_that_does_not_connect_is_named_with_its_ranks_and_interfaces(
         assert kind == ("ReloadpgError" if rank == 2 else "PeerFailedError")
         assert "connecting 'mesh_tp' of ranks 2-3 (sim) over ib7 and lo" in message
         assert "no route to host" in message
+        assert "The ranks published the addresses: rank 0 (" in message
+        assert "127.0.0.1 (GLOO_SOCKET_IFNAME=lo)" in message
     else:
         assert kind == "RendezvousTimeoutError"
         assert "Ranks 2-3 did not finish their own work" in message
@@ -510,7 +527,7 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "device count": ({}, {"device": "cuda"}, "cuda"),
     "device_id": ({}, {"device": "cpu", "device_id": 0}, "device_id"),
     "mesh": ({}, {"mesh_dims": {"tp": 3}}, "world_size=2"),
-    "mesh name": ({}, {"mesh_dims": {"dp": 2}}, "'dp'"),
+    "mesh name": ({}, {"mesh_dims": {"dp_shrad": 2}}, "'dp_shrad'"),
     "address with port": ({"MASTER_ADDR": "h:29500"}, {}, "MASTER_ADDR='h:29500'"),
     "seed": ({}, {"seed": -1}, "seed=-1"),
     "store": ({}, {"store": "tcp://n0"}, "store='tcp://n0' is not a store"),

@@ -16,6 +16,7 @@ NODES = (
     "SLURM_STEP_TASKS_PER_NODE=4(x2)"
 )
 SLURM = f"{STEP} {NODES}"
+THREE = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=8"
 SHELL = "SLURM_JOB_ID=1234 SLURM_NTASKS=8 SLURM_JOB_NODELIST=n[1-2] SLURM_TASKS_PER_NODE=4(x2)"
 JSM = (
     "LSB_JOBID=77 JSM_NAMESPACE_RANK=5 JSM_NAMESPACE_SIZE=8 JSM_NAMESPACE_LOCAL_RANK=1 "
@@ -108,7 +109,7 @@ ROWS = [
         ("torchrun", 5, 1, 8, 4, 1, 2, "n0", 29500)),
     Row("env:// and a SLURM step that cannot be read",
         f"RANK=5 WORLD_SIZE=8 {MEET} {SLURM} SLURM_STEP_NODELIST=n[1- ~SLURM_STEP_TASKS_PER_NODE "
-        "~SLURM_STEP_NUM_NODES", ("torchrun", 5, None, 8, None, None, None, "n0", 29500)),
+        "~SLURM_STEP_NUM_NODES", ("torchrun", 5, 1, 8, None, None, None, "n0", 29500)),
     Row("own exports under srun", f"{SLURM} RANK=5 LOCAL_RANK=1 WORLD_SIZE=8", SLURM_IS),
     Row("own exports under srun, with an address",
         f"{SLURM} RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 {MEET}", TORCHRUN_IS),
@@ -151,7 +152,19 @@ ROWS = [
         "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=5 SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_JOB_ID=1234 "
         "SLURM_NODEID=1 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=3,2",
         ("slurm", 4, 1, 5, 2, 1, 2, "n1", SLURM_PORT)),
-    Row("SLURM node id not given", SLURM + " ~SLURM_NODEID", ["missing SLURM_NODEID"]),
+    Row("SLURM node id not given", SLURM + " ~SLURM_NODEID",
+        ("slurm", 5, 1, 8, None, None, None, "n1", SLURM_PORT)),
+    Row("SLURM three variables and an address", f"{THREE} {MEET}",
+        ("slurm", 5, 1, 8, None, None, None, "n0", 29500)),
+    Row("SLURM three variables of rank 0", f"{THREE} {MEET} SLURM_PROCID=0 SLURM_LOCALID=0",
+        ("slurm", 0, 0, 8, None, None, None, "n0", 29500)),
+    Row("SLURM three variables", THREE, ["missing SLURM_STEP_NODELIST or MASTER_ADDR"]),
+    Row("SLURM three variables without a port", f"{THREE} MASTER_ADDR=n0",
+        ["missing SLURM_STEP_ID or SLURM_JOB_ID or SLURM_JOBID or MASTER_PORT"]),
+    Row("SLURM three variables that contradict", f"{THREE} {MEET} SLURM_LOCALID=8",
+        ["SLURM_LOCALID='8' is not below SLURM_NTASKS=8"]),
+    Row("SLURM three variables, two set", "SLURM_PROCID=0 SLURM_NTASKS=8",
+        ["missing SLURM_LOCALID"]),
     Row("SLURM step on part of the job",
         f"{SLURM} SLURM_JOB_NODELIST=n[0-9] SLURM_NTASKS=40 SLURM_TASKS_PER_NODE=4(x10)", SLURM_IS),
     Row("SLURM two brackets", f"{SLURM} SLURM_STEP_NODELIST=rack[1-2]node[3-4] "
@@ -172,7 +185,7 @@ ROWS = [
     Row("mpirun in a salloc shell", f"{SHELL} {OMPI1}",
         ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 15684)),
     Row("a task that lost its step", SHELL + " SLURM_PROCID=7 SLURM_LOCALID=3",
-        ["missing SLURM_STEP_ID, SLURM_STEP_NUM_TASKS", "SLURM_PROCID='7'"]),
+        ["missing SLURM_STEP_ID", "SLURM_PROCID='7'"]),
     Row("SLURM without local id", SLURM + " ~SLURM_LOCALID", ["missing SLURM_LOCALID"]),
     Row("SLURM without job id", SLURM + " ~SLURM_JOB_ID", ["missing SLURM_JOB_ID or SLURM_JOBID"]),
     Row("SLURM without nodes", f"{SLURM} ~SLURM_STEP_NODELIST", ["missing SLURM_STEP_NODELIST"]),

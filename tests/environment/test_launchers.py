@@ -36,6 +36,26 @@ def check(found: list[dict[str, Any]], source: str, world_size: int) -> None:
         assert report["generation"] == 3
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [sys.executable],
+        [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")],
+        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
+    ],
+    ids=["python", "torchrun", "mpirun"],
+)
+def test_the_example_of_the_page_runs_under_each_launcher(launcher: list[str]) -> None:
+    """As it is; ``srun`` is in the test of a cluster."""
+    if launcher[0] == "mpirun" and OPENMPI:
+        pytest.skip(OPENMPI)
+    said = launch(*launcher, str(HERE.parents[1] / "examples" / "bring_up.py"))
+    size = 1 if len(launcher) == 1 else 2
+    for rank in range(size):
+        assert f"rank {rank} of {size} (" in said
+    assert said.count(f" on cpu: {size}") == size
+
+
 def test_a_bare_python_is_a_single_process(tmp_path: Path) -> None:
     """No launcher: rank 0 of 1, and bring-up works."""
     launch(sys.executable, REPORT, str(tmp_path))

@@ -22,7 +22,12 @@ import torch.distributed as dist
 from in_turn import variables
 
 import reloadpg
-from reloadpg.environment import configure_network_environment, detect_ib_interface, network
+from reloadpg.environment import (
+    configure_network_environment,
+    detect_environment,
+    detect_ib_interface,
+    network,
+)
 
 # A pair of virtual interfaces: the other end must be up too, or there is no carrier. ``ip`` shows
 # such a one as ``ib0@other``.
@@ -30,6 +35,7 @@ ADD = "ip link add {0} type veth peer name x{0}; ip link set x{0} up; "
 ADDRESS = "ip address add {1} dev {0}; "
 UP = ADD + "ip link set {0} up; " + ADDRESS
 ADDRESS_4 = "10.9.0.1/24"
+ROUTED = {"MASTER_ADDR": "10.9.0.1", "TORCHELASTIC_RESTART_COUNT": "1"}  # not the store before
 
 INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
 INTERFACES = {
@@ -170,7 +176,7 @@ def test_the_changes_of_several_bring_ups_are_restored() -> None:
     """A group that torch's own function destroyed has left its variables."""
     before = dict(os.environ)
     for name in ("NCCL_FIRST", "NCCL_SECOND"):
-        network.apply_network({name: "1"})
+        network.apply_network({name: "1"}, detect_environment({}))
     network.restore_network()
     assert dict(os.environ) == before
 
@@ -226,6 +232,8 @@ BRING_UPS: list[tuple[str, object, dict[str, str], dict[str, str]]] = [
     ("ib0", "off", {}, {}),
     ("ib0", MAPPING, {"NCCL_DEBUG": "INFO"}, dict.fromkeys(network.SOCKET_VARIABLES, "lo")),
     ("eth7", "auto", {}, {}),
+    ("eth7", "auto", ROUTED, dict.fromkeys(network.SOCKET_VARIABLES, "eth7")),
+    ("eth7", "auto", {**ROUTED, "NCCL_SOCKET_IFNAME": "^lo"}, {}),
 ]
 """The name of the interface, ``network``, preset variables, and those that are set."""
 
@@ -278,6 +286,24 @@ def bring_up(network: Any, end: str, look: Callable[[], None]) -> None:
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.ranks(1)
+def test_the_interface_that_routes_to_an_address_is_found() -> None:
+    """Also where the host name is a loopback address, for a job of several hosts."""
+    enter_namespace(0)
+    assert network.routing_interface("localhost", other_hosts=True) is None
+    setup = UP.format("eth7", ADDRESS_4)
+    subprocess.run(["sh", "-ec", setup], check=True, capture_output=True)
+    address = ROUTED["MASTER_ADDR"]
+    assert network.routing_interface(address) == "eth7"
+    assert network.routing_interface("no such host") is None
+    assert network.routing_interface("127.0.1.1") is None
+    subprocess.run(["ip", "route", "add", "default", "dev", "eth7"], check=True)
+    assert network.routing_interface("127.0.1.1", other_hosts=True) == "eth7"
+    with variables({"GLOO_SOCKET_IFNAME": "eth7"}):
+        assert network.published_address() == f"{address} (GLOO_SOCKET_IFNAME=eth7)"
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.ranks(2, store="rank0", env={"GLOO_SOCKET_IFNAME": None})
 def test_bring_up_sets_network_variables_before_it_connects_and_restores_them(rank: int) -> None:
     """Only unset variables, in one log line, on each of two ranks; restored however it ends."""
@@ -290,7 +316,9 @@ def test_bring_up_sets_network_variables_before_it_connects_and_restores_them(ra
     between = dist.FileStore(os.path.join(os.environ["TMPDIR"], "between"), 2)
     for number, (name, option, preset, expected) in enumerate(BRING_UPS):
         if rank == 0:
-            setup = f"ip link delete xib0 || true; {UP.format(name, ADDRESS_4)}"
+            setup = (
+                f"ip link delete xib0 || ip link delete xeth7 || true; {UP.format(name, ADDRESS_4)}"
+            )
             subprocess.run(["sh", "-ec", setup], check=True, capture_output=True)
             between.set(f"interface {number}", "up")
         between.wait([f"interface {number}"], timedelta(minutes=1))

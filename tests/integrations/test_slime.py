@@ -255,7 +255,16 @@ def test_the_tables_that_other_code_reads_are_there() -> None:
         dist.new_group(ranks=[1, 0], backend="sim"),
     ]
     assert dist.old_new_group is old_new_group_dict[os.getpid()]  # type: ignore[attr-defined]
-    assert not isinstance(dist.old_new_group([0, 1]), ReloadableProcessGroup)  # type: ignore[attr-defined]
+    plain = dist.old_new_group([0, 1])  # type: ignore[attr-defined]
+    assert not isinstance(plain, ReloadableProcessGroup)
+    alone = [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
+    assert alone.group is alone  # type: ignore[union-attr]
+    report = destroy_process_groups()
+    assert report is not None
+    assert [text for text in report.warnings if "not reloadable" in text] == []
+    reload_process_groups()
+    dist.destroy_process_group(alone)
+    dist.destroy_process_group(plain)
     for _ in range(2):
         destroy_process_groups()
         groups = list(ReloadableProcessGroup.GROUPS[os.getpid()])

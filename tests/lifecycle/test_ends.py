@@ -131,6 +131,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 NOTICES = re.compile(
     r"hostname of the client socket cannot be retrieved"  # a resolver that fails now and then
     r"|^\[Gloo\] Rank \d is connected to "  # printed by gloo for each connected group, before 2.9
+    r"|\[c10d\] waitForInput: "  # torch polls a socket again, on a machine with much other work
+    r"|is multi-threaded, use of fork\(\) may lead to deadlocks"  # Python 3.12 and later
 )
 
 
@@ -154,6 +156,11 @@ def without(run: Run) -> Callable[[str], Ended]:
     return ended
 
 
+STARTS_NO_THREADS = sys.version_info[:2] == (3, 12)
+"""Python 3.12 starts no thread once the main program has ended, in an exit handler or before."""
+
+NO_THREAD = "can't create new thread at interpreter shutdown"
+
 FAST = {"return", "exit", "suspended generator", "__del__", "exit handler"}
 """Ways that the default suite has, in the state offloaded; all others are marked slow."""
 
@@ -172,7 +179,12 @@ def test_a_process_ends_as_without_reloadpg(
     """Its exit code and what it prints are the same, and it does not hang."""
     backend = "sim" if state == "suspended" else "gloo"
     ended = run(f"    {WAYS[way]}\n{STATES[state]}\nend()", backend=backend)
-    assert ended == without(way)
+    plain = without(way)
+    if STARTS_NO_THREADS and (state == "in the background" or way == "exit handler"):
+        assert ended.codes == plain.codes, ended
+        assert all(NO_THREAD in text for text in ended.stderr if text != plain.stderr[0]), ended
+    else:
+        assert ended == plain
 
 
 @pytest.mark.slow
@@ -202,10 +214,10 @@ kept = Last()
     for text in ended.stderr:
         in_handler, _, later = text.partition("Exception ignored in: <function Last.__del__")
         assert "reload was called while the interpreter exits" in later, text
-        if handler and sys.version_info[:2] != (3, 12):
+        if handler and not STARTS_NO_THREADS:
             assert in_handler == "live\n", text
-        elif handler:  # Python 3.12 starts no thread there
-            assert "can't create new thread at interpreter shutdown" in in_handler
+        elif handler:
+            assert NO_THREAD in in_handler
 
 
 @pytest.mark.parametrize("in_block", [False, True])

@@ -173,3 +173,19 @@ def test_a_warning_names_what_is_used_after_free(engine: str, rank: int) -> None
     reloadpg.reload()
     group._get_backend(torch.device("cuda"))._comm_ptr  # type: ignore  # noqa: B018
     assert [one.ended for one in reloadpg.status().borrowed] == [True]
+
+
+@on_engines(2)
+def test_built_in_holders(engine: str, rank: int) -> None:
+    """cuBLAS's workspaces are freed in each offload. A pool is passed to torch's own backend."""
+    from reloadpg.integrations import holders
+
+    start(rank)
+    summed(None, rank)
+    with pytest.raises(TypeError, match="register_mem_pool"):
+        holders.memory_pool("no pool", dist.group.WORLD)
+    assert reloadpg.status().holders == ()
+    end = holders.cublas_workspaces()
+    assert [one.state for one in reloadpg.offload().holders] == ["released"]
+    assert [one.state for one in reloadpg.reload().holders] == ["held"]
+    end()

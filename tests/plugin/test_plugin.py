@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from reloadpg.testing import plugin
+
 ROOT = Path(__file__).parents[2]
 SUITES = Path(__file__).parent / "suites"
 
@@ -86,9 +88,17 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_marked_as_expected_to_fail": ("skipped", "a failure on ranks is a failure"),
     "test_argument_that_cannot_be_sent": ("failed", "'lock' of a test on ranks cannot be pickled"),
     "test_invalid_mark": ("error", "world_size=0 must be at least 1"),
+    "test_misspelt_argument_of_a_mark": (
+        *("error", "the mark ranks cannot be used: it got an unexpected keyword argument 'stroe'"),
+        "Write for example @pytest.mark.ranks(2, timeout=60)",
+    ),
+    "test_unknown_value_of_a_mark": ("error", "store='rank1' is not 'parent' or 'rank0'"),
+    "test_wrong_options_of_a_mark[as-is]": ("error", "options=5 is not a mapping"),
+    "test_wrong_options_of_a_mark[reloaded]": ("error", "options=5 is not a mapping"),
     "test_async": ("error", "needs a plain test function"),
     "test_unittest": ("error", "needs a plain test function"),
     "test_rank_fixture_without_the_mark": ("error", "the fixture rank is for tests on ranks"),
+    "test_world_size_fixture_without_the_mark": ("error", "the fixture world_size is for tests"),
     "test_reloads_without_ranks[as-is]": ("error", "needs the mark ranks"),
     "test_reloads_without_ranks[reloaded]": ("error", "needs the mark ranks"),
     "test_run_ranks_fixture": ("failed", "rank 0: still running at the time limit of 0.5 s"),
@@ -98,9 +108,15 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_sim_communicator_left": ("error", "1 communicators still exist"),
     "test_no_leak": ("passed",),
     "test_leak_around_the_test": ("error", "in c10d's tables", "C++ still finds a group"),
-    "test_leak_in_a_block": ("failed", "pg_names has 2 entries, 1 before"),
+    "test_leak_in_a_block": (
+        *("failed", "pg_names has 2 entries, 1 before", "('left over', gloo, ranks [0])"),
+    ),
     "test_leaks_on_ranks": (
-        *("failed", "2 of 2 ranks failed", "(reloadable, sim, ranks [0, 1]) is still in c10d's"),
+        *(
+            "failed",
+            "2 of 2 ranks failed",
+            "'default_pg', reloadable, sim, ranks [0, 1]) is",
+        ),
         *("reloadable group '0' is not destroyed", "still holds a communicator of group '0'"),
     ),
     "test_no_leak_on_ranks": ("passed",),
@@ -111,12 +127,34 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_phases_of_smaller_groups_and_sends": ("passed",),
     "test_phases_of_every_group": ("passed",),
     "test_phases_by_reload_point": ("passed",),
+    "test_point_without_the_mark": ("passed",),
+    "test_point_that_is_not_called": ("failed", "the fixture reload_point was not called"),
+    "test_point_without_a_group": ("failed", "reload_point() was called without a default group"),
+    "test_point_with_nothing_to_reload": (
+        *("failed", "the fixture reload_point had nothing to reload: there is no reloadable"),
+    ),
+    "test_phases_with_nothing_to_reload": (
+        *("failed", "the mark reload_each_phase had nothing to reload: there is no reloadable"),
+    ),
     "test_phases_where_the_body_installs": ("passed",),
     "test_no_phase": ("failed", "had nothing to reload: no phase began"),
     "test_phase_of_one_rank_alone": ("failed", "RendezvousTimeoutError"),
     "test_breaks_under_reloads": ("failed", "ranks failed, with reloads before each collective"),
 }
 """By test of the suite: how it ends, with reloads if it runs twice, and text of its report."""
+
+
+RED = {
+    "run_ranks": "test_run_ranks_fixture",
+    "rank": "test_rank_fixture_without_the_mark",
+    "world_size": "test_world_size_fixture_without_the_mark",
+    "reload_point": "test_point_with_nothing_to_reload",
+    "simulated_accelerator": "test_sim_communicator_left",
+    "assert_no_group_leaks": "test_leak_around_the_test",
+    "ranks": "test_fails_on_one_rank",
+    "reload_each_phase": "test_phases_with_nothing_to_reload[reloaded]",
+}
+"""By fixture or mark: a test of the suite that fails by it, where the rest of the test passes."""
 
 
 def without_parameter(names: Iterable[str]) -> set[str]:
@@ -135,6 +173,81 @@ def test_the_tests_of_the_suite_end_as_expected(suite: Suite) -> None:
         assert [text for text in texts if text not in report] == [], (name, report)
         for text in ("never run", "words of rank 0", "During handling of"):
             assert text not in report, name
+
+
+def test_each_fixture_and_mark_fails_where_it_has_nothing_to_do(suite: Suite) -> None:
+    """None of them can be used without effect."""
+    assert set(RED) == {*plugin.__all__, "ranks", "reload_each_phase"}
+    assert {name for name, test in RED.items() if suite.tests[test][0] == "passed"} == set()
+
+
+def test_wrong_arguments_of_a_mark_are_one_line(suite: Suite) -> None:
+    """Without source of the library."""
+    for name in ("test_invalid_mark", "test_unknown_value_of_a_mark"):
+        how, report = suite.tests[name]
+        assert how == "error"
+        assert "_plugin" not in report, report
+        assert "def __post_init__" not in report
+
+
+def test_the_time_limit_of_the_ini_file_holds_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    """``reloadpg_timeout`` is the limit of tests on ranks that name none."""
+    (tmp_path / "test_late.py").write_text(
+        "import time\nimport pytest\n@pytest.mark.ranks(1)\ndef test_late():\n    time.sleep(60)\n"
+    )
+    ran = run_pytest(tmp_path, "-o", "reloadpg_timeout=0.5", "test_late.py")
+    assert (ran.returncode, "at the time limit of 0.5 s" in ran.stdout) == (1, True), ran.stdout
+    ran = run_pytest(tmp_path, "-o", "reloadpg_timeout=soon", "test_late.py")
+    assert "reloadpg_timeout = soon is not a number of seconds" in ran.stdout
+    assert "def _limit" not in ran.stdout
+
+
+TRAINER = """
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+
+def create_groups():
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=33), group_desc="tp")
+    dist.new_group([0], group_desc="dp")
+
+    def step():
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        return tensor.item()
+
+    return step
+
+def nothing():
+    pass
+
+def of_one_generation():
+    group = dist.new_group([0, 1], group_desc="tp")
+    return lambda: id(group._get_backend(torch.device("cpu")))
+"""
+SURVIVAL = {
+    "create_groups": (0, "4 passed"),
+    "nothing": (1, "nothing created no group that is reloadable"),
+    "of_one_generation": (1, "reload 1: the step returned"),
+    "missing": (4, "has no attribute 'missing'; nothing was run"),
+}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *("create_groups", "nothing"),
+        pytest.param("of_one_generation", marks=pytest.mark.slow),
+        pytest.param("missing", marks=pytest.mark.slow),
+    ],
+)
+def test_survival_tests_run_with_the_groups_of_a_trainer(tmp_path: Path, function: str) -> None:
+    """They fail for a function that creates no group, and for a trainer that a reload breaks."""
+    (tmp_path / "mytrainer.py").write_text(TRAINER)
+    chosen = () if function == "create_groups" else ("-k", "survive")
+    ran = run_pytest(tmp_path, "--reloadpg-survival", f"mytrainer:{function}", *chosen)
+    code, text = SURVIVAL[function]
+    assert (ran.returncode, text in ran.stdout + ran.stderr) == (code, True), ran.stdout
 
 
 def test_a_failure_is_reported_once_and_begins_with_the_rank(suite: Suite) -> None:

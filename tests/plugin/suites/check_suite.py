@@ -132,6 +132,22 @@ def test_invalid_mark():
     raise RuntimeError("never run")
 
 
+@pytest.mark.ranks(2, stroe="rank0")
+def test_misspelt_argument_of_a_mark():
+    raise RuntimeError("never run")
+
+
+@pytest.mark.ranks(2, store="rank1")
+def test_unknown_value_of_a_mark():
+    raise RuntimeError("never run")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.reload_each_phase(options=5)
+def test_wrong_options_of_a_mark():
+    raise RuntimeError("never run")
+
+
 @pytest.mark.ranks(2)
 async def test_async():
     raise RuntimeError("never run")
@@ -144,6 +160,10 @@ class Case(unittest.TestCase):
 
 
 def test_rank_fixture_without_the_mark(rank):
+    raise RuntimeError("never run")
+
+
+def test_world_size_fixture_without_the_mark(world_size):
     raise RuntimeError("never run")
 
 
@@ -329,6 +349,45 @@ def test_phases_by_reload_point(simulated_accelerator, assert_no_group_leaks, re
         reload_point()
     check_cycles(3)
     dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_point_without_the_mark(reload_point):
+    """The program of a user who has not installed the library: the timeout survives a reload."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=78))
+    for count in (1, 2):
+        reload_point()
+        assert reloadpg.status().cycles == count
+    seconds = [
+        one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group)
+    ]
+    assert seconds == [timedelta(seconds=77), timedelta(seconds=78)]
+    assert summed(group) == 2  # and no phase begins here
+    assert reloadpg.status().cycles == 2
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_point_that_is_not_called(reload_point):
+    assert summed() == 2
+
+
+@pytest.mark.ranks(2)
+def test_point_without_a_group(reload_point):
+    reload_point()
+
+
+@pytest.mark.ranks(2)
+def test_point_with_nothing_to_reload(reload_point):
+    reloadpg.install()  # gloo groups bypass
+    dist.init_process_group("gloo")
+    reload_point()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.reload_each_phase(options={"backends": "gloo", "exclude": "*"})
+def test_phases_with_nothing_to_reload():
+    assert summed() == 2
 
 
 @pytest.mark.ranks(2)

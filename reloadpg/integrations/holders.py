@@ -1,0 +1,94 @@
+"""Holders of communication memory that many trainers have, for :func:`reloadpg.register_holder`.
+
+::
+
+    holders.cublas_workspaces()
+    holders.memory_pool(pool, ep_group)
+
+Each function returns a function that ends it. Neither has run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import c10d
+from ..c10d.devices import clears_cublas_workspaces
+from ..errors import InvalidOptionError
+from ..groups.proxy import ReloadableProcessGroup
+from ..lifecycle.holders import register_holder
+
+__all__ = ["cublas_workspaces", "memory_pool"]
+
+
+def cublas_workspaces(*, name: str = "cuBLAS workspaces") -> Callable[[], None]:
+    """Free cuBLAS's workspaces in each offload; the next matrix product allocates them. Local.
+
+    They take 8 to 32 MiB for each handle and stream, and stay in torch's caching allocator, so
+    call ``torch.cuda.empty_cache()`` afterwards. Do not use it with CUDA graphs, which hold their
+    addresses.
+
+    Raises:
+        InvalidOptionError: this torch has no such function, or the name is taken; nothing was
+            registered.
+    """
+    clear = clears_cublas_workspaces()
+    if clear is None:
+        raise InvalidOptionError(
+            "cublas_workspaces(): this torch is built without CUDA, or lacks the function that "
+            "frees them; nothing was registered."
+        )
+    return register_holder(name, release=clear, restore=_nothing)
+
+
+def memory_pool(
+    pool: Any, group: Any, *, name: str = "", collective: bool = False, **options: Any
+) -> Callable[[], None]:
+    """Register a memory pool with a group's NCCL backend now, and again after each reload. Local.
+
+    A registration ends with the communicator, so it would be lost silently in a reload
+    (Megatron-LM#6925). An offload deregisters the pool while the group is live.
+
+    Args:
+        pool: a ``torch.cuda.MemPool``.
+        group: a reloadable group.
+        name: name for messages; by default that of the group.
+        collective: whether the registration needs all members, as for symmetric memory.
+        options: further arguments of the backend's ``register_mem_pool``, such as ``symm``.
+
+    Raises:
+        InvalidOptionError: the group is not reloadable, or its backend registers no pools; nothing
+            was registered.
+    """
+    if not isinstance(group, ReloadableProcessGroup):
+        raise InvalidOptionError(
+            f"memory_pool(group={group!r}): not a reloadable group; nothing was registered."
+        )
+
+    def call(method: str, *arguments: Any, **given: Any) -> None:
+        backends = c10d.live_backends(group, group.construction.selected)
+        for backend in {id(one): one for one in backends.values()}.values():
+            register = getattr(backend, method, None)
+            if register is None:
+                raise InvalidOptionError(
+                    f"memory_pool(): the backend {backend.name()} of {group!r} registers no memory "
+                    "pools; nothing was registered."
+                )
+            register(*arguments, **given)
+
+    def restore() -> None:
+        call("register_mem_pool", pool, **options)
+
+    restore()
+    return register_holder(
+        name or f"memory pool of group {group.group_name}",
+        release=lambda: call("deregister_mem_pool", pool),
+        restore=restore,
+        group=group,
+        collective=collective,
+    )
+
+
+def _nothing() -> None:
+    pass
