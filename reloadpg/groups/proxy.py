@@ -379,6 +379,10 @@ class ReloadableProcessGroup(Dispatch):
         self.last_error = reason
         self._current.reason = reason
 
+    def leave_out(self, reason: str) -> None:
+        """Record why a reload leaves the group without a communicator."""
+        self.last_error = self._current.reason = reason
+
     def clear_failure(self) -> None:
         """Mark a failed group as offloaded, after a completed offload. Idempotent."""
         if self.state is GroupState.FAILED:

@@ -22,7 +22,7 @@ from ..groups.offloaded import Offloaded
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import JobHooks, registry
 from ..groups.replacement import refuse_bypassed
-from ..groups.sets import SetStates
+from ..groups.sets import Chosen, SetStates
 from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StorePool
@@ -80,6 +80,8 @@ class Job:
         loops: the loops of ``retrying`` on this rank; used by that module only.
         replaced: the ranks that were replaced since the last completed step; equal on all ranks
             at the same step.
+        left_out: the registered groups that the last reload has left out, by name, with the sets
+            that it was for; equal on all ranks.
     """
 
     of: weakref.ref[ProcessGroup]
@@ -97,6 +99,7 @@ class Job:
     position: Position = Position()  # noqa: RUF009 - immutable
     loops: Any = None
     replaced: tuple[int, ...] = ()
+    left_out: dict[str, Chosen] = field(default_factory=dict)
 
     @property
     def world(self) -> ProcessGroup:

@@ -64,6 +64,7 @@ class Operation:
     Args:
         name: ``offload``, ``reload`` or ``recover``.
         chosen: the sets named in the call.
+        skip: of a reload, the names of the registered groups to leave out.
 
     Attributes:
         is_running: whether this operation runs in this process: see :meth:`Registry.begin`.
@@ -80,7 +81,7 @@ class Operation:
         NotInstalledError: ``install`` was not called.
     """
 
-    def __init__(self, name: str, chosen: Chosen = ALL) -> None:
+    def __init__(self, name: str, chosen: Chosen = ALL, skip: frozenset[str] = frozenset()) -> None:
         if registry.options is None and not registry.off:
             raise NotInstalledError(
                 f"{name}() was called, but reloadpg is not installed; nothing was changed. Call "
@@ -90,6 +91,7 @@ class Operation:
         self.options = registry.options or _DEFAULTS
         self.may_suspend = self.options.strategy.may_suspend
         self.chosen = chosen
+        self.skip = skip
         self.record = Record(name, chosen)
         note = IS_OFF if registry.off else "torch.distributed is not initialized"
         self.report = Report(name, False, 0, note=note)
@@ -118,7 +120,7 @@ class Operation:
         if job is None:
             return
         self.world = job.world
-        self.changes = Transaction(self.name, self.chosen, job, self.options)
+        self.changes = Transaction(self.name, self.chosen, job, self.options, self.skip)
         self.record.warnings += self.changes.unknown_sets()
         if self.name == "recover":  # the store determines its round
             return

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Literal, overload
 
+from torch.distributed import ProcessGroup
+
 from ..c10d import devices
-from ..errors import DisagreementError
+from ..errors import DisagreementError, InvalidOptionError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.registry import registry
 from ..groups.sets import Chosen
 from ..rendezvous.decision import Decision
 from ..reports import Report
@@ -22,14 +26,24 @@ from .recreate import abort, rebuild
 from .run import await_unfinished, perform
 from .suspend import check_room, resume
 
+Skip = Iterable[str | ProcessGroup] | str | ProcessGroup
+
 
 @overload
-def reload(*sets: str, connect: Connect | None = ..., wait: Literal[True] = True) -> Report: ...
+def reload(
+    *sets: str, connect: Connect | None = ..., skip: Skip = ..., wait: Literal[True] = True
+) -> Report: ...
 @overload
-def reload(*sets: str, connect: Connect | None = ..., wait: Literal[False]) -> Pending: ...
+def reload(
+    *sets: str, connect: Connect | None = ..., skip: Skip = ..., wait: Literal[False]
+) -> Pending: ...
 @overload
-def reload(*sets: str, connect: Connect | None = ..., wait: bool) -> Report | Pending: ...
-def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Report | Pending:
+def reload(
+    *sets: str, connect: Connect | None = ..., skip: Skip = ..., wait: bool
+) -> Report | Pending: ...
+def reload(
+    *sets: str, connect: Connect | None = None, skip: Skip = (), wait: bool = True
+) -> Report | Pending:
     """Rebuild the communicators of all offloaded groups, or of some sets, behind the same objects.
 
     Collective over all ranks of the job; blocking, with the ``timeout`` of ``install`` for each
@@ -53,6 +67,10 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
             None means ``eager`` with ``install(recoverable=True)``, otherwise ``none``: no fault
             can end the connection of an NCCL communicator in its first collective (torch's
             ``ProcessGroupNCCL``), and the timeout of the reload ends it. Equal on all ranks.
+        skip: groups of :func:`register_group` to leave out, or their names: those whose members
+            outside the job have ended, and that could not be rebuilt. They stay offloaded, which
+            ``status()`` says, and the next reload of the same sets without ``skip`` rebuilds them.
+            Equal on all ranks, so pass names on ranks that are not members.
         wait: if False, return immediately and reload in a separate thread, for example while the
             caller copies weights to the device: see :class:`Pending`. While it runs, groups refuse
             collectives, :func:`offload` and a second reload raise, and callbacks are called in that
@@ -70,11 +88,12 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         InsufficientMemoryError: not enough memory here to resume suspended communicators; nothing
             was changed on any rank.
-        InvalidOptionError: the value of ``connect`` is unknown.
+        InvalidOptionError: the value of ``connect`` is unknown, or a group in ``skip`` was not
+            registered; nothing was changed.
     """
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
-    op = Operation("reload", Chosen.of(sets, "reload"))
+    op = Operation("reload", Chosen.of(sets, "reload"), _names(skip))
     return restore(op, connect) if wait else Pending(op, partial(restore, how=connect))
 
 
@@ -104,6 +123,7 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     if not op.changes.was_offloaded:
         op.complete("nothing is offloaded")
         return
+    _leave_out(op)
     with op.record.timed("device"):
         devices.empty_cache()
     if op.may_suspend:
@@ -117,6 +137,27 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     rebuild(op, job, _without_communicator(op), how, kept=suspended)
 
 
+def _names(skip: Skip) -> frozenset[str]:
+    """The names of groups to leave out. Raises InvalidOptionError."""
+    given = [skip] if isinstance(skip, (str, ProcessGroup)) else list(skip)
+    names = {str(getattr(one, "group_name", one)) for one in given}
+    for group in registry.managed():
+        if group.group_name in names and not group.construction.is_handed_over:
+            raise InvalidOptionError(
+                f"reload(skip={group.group_name!r}): {group!r} was not passed to "
+                "reloadpg.register_group(); nothing was changed. Only registered groups can be "
+                "left out: all members of the others are in this job."
+            )
+    return frozenset(names)
+
+
+def _leave_out(op: Operation) -> None:
+    for group in op.changes.skipped:
+        text = "It was left out of the last reload (skip). The next one without skip rebuilds it."
+        group.leave_out(text)
+        op.record.warnings.append(f"{group!r} was left out")
+
+
 def _calls(op: Operation) -> bool:
     """Whether this rank has callbacks to call, or holders to restore, after the rebuild."""
     told = any(callbacks.of_generations(group) for group in op.changes.groups)
@@ -126,7 +167,8 @@ def _calls(op: Operation) -> bool:
 
 def _without_communicator(op: Operation) -> list[ReloadableProcessGroup]:
     """The groups to rebuild. Groups that a callback has destroyed are not rebuilt."""
-    groups = op.changes.groups
+    skipped = op.changes.skipped
+    groups = [group for group in op.changes.groups if group not in skipped]
     return [g for g in groups if g.communicator is None and g.state != GroupState.DESTROYED]
 
 
@@ -145,6 +187,7 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     op.record.warnings.append(f"all groups were rebuilt. {reason}")
     op.changes.mark_offloaded()
     abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason)
+    _leave_out(op)
     op.reserve_all()
     await_unfinished(op, job)
     with op.record.timed("device"):

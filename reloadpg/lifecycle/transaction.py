@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan
@@ -34,7 +35,14 @@ class Transaction:
         whole: whether all groups of the chosen sets are rebuilt, whatever their state.
     """
 
-    def __init__(self, name: str, chosen: Chosen, job: Job, options: Options) -> None:
+    def __init__(
+        self,
+        name: str,
+        chosen: Chosen,
+        job: Job,
+        options: Options,
+        skip: frozenset[str] = frozenset(),
+    ) -> None:
         self._name = name
         self._chosen = self.concerned = chosen
         self._job = job
@@ -43,7 +51,10 @@ class Transaction:
         offloads = name == "offload"
         due = job.sets.where(chosen, lambda state: state.offloaded != offloads)
         self.was_offloaded = bool(due) != offloads
-        if name == "reload" and due:
+        self._skip = skip
+        if name == "reload" and self._is_to_try_again():
+            self.was_offloaded = True
+        elif name == "reload" and due:
             self.concerned = due
         self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
         if offloads:
@@ -61,6 +72,19 @@ class Transaction:
         self.position = Position()
         self.whole = name == "recover"
 
+    def _is_to_try_again(self) -> bool:
+        """Whether an earlier reload has left out a group that this one does not. Local."""
+        left_out = self._job.left_out.items()
+        return any(
+            not sets.without(self._chosen) for name, sets in left_out if name not in self._skip
+        )
+
+    @property
+    def skipped(self) -> list[ReloadableProcessGroup]:
+        """The groups of this rank to leave out."""
+        registered = [g for g in self.groups if g.construction.is_handed_over and not g.is_live]
+        return [group for group in registered if group.group_name in self._skip]
+
     def rebuild_all(self, generation: int) -> None:
         """Make this a reload of all groups of the chosen sets, whatever their state. Local."""
         self.whole, self.was_offloaded, self.generation = True, True, generation
@@ -74,8 +98,12 @@ class Transaction:
         state = {}
         if self._name != "recover":
             settings = {"chosen sets": str(self._chosen), **settings}
+            if self._skip:
+                settings["skip"] = ", ".join(sorted(self._skip))
         if not self.whole:
             state = {GENERATION: str(self._job.generation), "state": self._job.sets.plan()}
+            if self._job.left_out:
+                state["left out"] = ", ".join(sorted(self._job.left_out))
         options = {name: str(value) for name, value in self._options.settings().items()}
         groups = tuple(
             GroupPlan(
@@ -110,6 +138,8 @@ class Transaction:
             job.generation = self.generation
             for state, *_ in self._before:
                 state.generation, state.offloaded = self.generation, False
+            kept = {n: sets for n, sets in job.left_out.items() if sets.without(self._chosen)}
+            job.left_out = {**kept, **dict.fromkeys(self._skip, self._chosen)}
         if self._name == "recover":
             job.replaced = self.replaced
             if job.rendezvous.replaces:  # this process continues where the others are

@@ -12,6 +12,7 @@ import early_bindings
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from jobs import one_cycle
 from torch._dynamo import distributed as dynamo_distributed
 from torch.distributed import distributed_c10d as c10d
@@ -347,3 +348,63 @@ def test_a_replay_that_returns_the_released_object_is_refused():
         assert ended >= 1
         assert "returned the object that was released" in text
         assert "install(backends=...)" in text
+
+
+@pytest.mark.ranks(3)
+def test_a_registered_group_whose_far_end_is_dead_is_left_out(rank, free_port):
+    """Ranks 0 and 1 are the trainer's job; only rank 0 and the engine, rank 2, are in the group.
+
+    The engine ends. The trainer's groups come back, the status names the group, and the next reload
+    without ``skip`` tries again.
+    """
+    shared = dist.TCPStore("127.0.0.1", free_port, 3, is_master=rank == 1, timeout=TIMEOUT)
+    generations = iter(range(100))
+
+    def make():
+        store = dist.PrefixStore(f"generation {next(generations)}", shared)
+        return _by_hand(store, min(rank, 1), 2, "weights")
+
+    def rebuild():
+        if not returned:
+            raise RuntimeError("the engine has ended")
+        return make()
+
+    returned = []
+    if rank == 2:
+        dist.destroy_process_group(make())
+        shared.set("engine has ended", "1")
+        shared.wait(["the trainer has skipped"], TIMEOUT)
+        group = make()
+        dist.all_reduce(torch.ones(1), group=group)
+        return
+    reloadpg.install(backends={"gloo"}, timeout=60)
+    dist.init_process_group("gloo", store=dist.PrefixStore("job", shared), rank=rank, world_size=2)
+    if rank == 0:
+        group = reloadpg.register_group(make(), rebuild=rebuild)
+        with pytest.raises(reloadpg.errors.InvalidOptionError, match="was not passed to"):
+            reloadpg.reload(skip=dist.group.WORLD)
+    shared.wait(["engine has ended"], TIMEOUT)
+    reloadpg.offload()
+    with pytest.raises((reloadpg.errors.RebuildError, reloadpg.errors.PeerFailedError)):
+        reloadpg.reload()
+    with pytest.raises(reloadpg.errors.DisagreementError, match="skip is weights on rank 0"):
+        reloadpg.reload(skip=["weights"] if rank == 0 else ())
+    report = reloadpg.reload(skip=group if rank == 0 else "weights")
+    assert worlds.sums_right(dist.group.WORLD)
+    if rank == 0:
+        assert "left out" in "".join(report.warnings)
+        (shown,) = [one for one in reloadpg.status().groups if one.name == "weights"]
+        assert shown.state != "live"
+        assert "left out of the last reload" in shown.last_error
+    with pytest.raises((reloadpg.errors.RebuildError, reloadpg.errors.PeerFailedError)):
+        reloadpg.reload()
+    reloadpg.offload()
+    reloadpg.reload(skip="weights")
+    returned.append(True)
+    shared.set("the trainer has skipped", "1")
+    reloadpg.reload()
+    assert worlds.sums_right(dist.group.WORLD)
+    if rank == 0:
+        assert group.is_live
+        dist.all_reduce(torch.ones(1), group=group)
+    assert reloadpg.reload().note == "nothing is offloaded"

@@ -27,7 +27,6 @@ CUT = 1
 
 ENDS = {
     ("offload.enter", "request"): ("live", "failed"),
-    ("offload.released", "reply"): ("offloaded", "failed"),
     ("reload.enter", "request"): ("offloaded", "failed"),
     ("reload.done", "request"): ("failed", "failed"),
     ("reload.done", "reply"): ("live", "failed"),
