@@ -11,11 +11,9 @@ On GPUs, remove ``"gloo"``: the backend is then that of the device.
 import torch
 import torch.distributed as dist
 
-import reloadpg
+from reloadpg import environment
 
-with reloadpg.environment.init_distributed(
-    "gloo", timeout=600, mesh_dims={"dp": -1}, seed=7
-) as context:
+with environment.init_distributed("gloo", timeout=600, mesh_dims={"dp": -1}, seed=7) as context:
     total = torch.ones(1)
     dist.all_reduce(total, group=context.mesh.get_group("dp"))
     environment.barrier("after the sum", timeout=20)
