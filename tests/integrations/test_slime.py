@@ -109,8 +109,8 @@ class Actor:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of groups of more than one rank that this rank is a member of."""
-        return [kind for kind, group in self.groups.items() if group.size() > 1]
+        """The kinds of groups that this rank is a member of, also those of one rank."""
+        return list(self.groups)
 
     def step(self) -> None:
         """A pipeline step: a neighbour exchange on WORLD of two ranks, then all sums by value."""
