@@ -470,7 +470,7 @@ MAY_BE_ABSENT = frozenset({"_cuda_clearCublasWorkspaces", "_dist2"})
 
 def torch_version() -> Version:
     """Return major and minor version of the loaded torch."""
-    major, minor = str(sys.modules["torch"].__version__).split(".")[:2]
+    major, minor = str(sys.modules["torch"].version.__version__).split(".")[:2]
     return int(major), int("".join(filter(str.isdigit, minor)) or 0)
 
 
@@ -494,8 +494,13 @@ def _expected(capability: str | None, needs: Iterable[Need]) -> Iterator[Need]:
 
 
 _UNKNOWN = object()
-_ENGINES = ("ProcessGroupNCCL", "_dump_nccl_trace", "_dump_fr_trace")
-"""What a build without NCCL lacks."""
+_ENGINES = (
+    "ProcessGroupNCCL",
+    "_dump_nccl_trace",
+    "_dump_fr_trace",
+    "_cuda_clearCublasWorkspaces",
+)
+"""What a build without CUDA lacks."""
 
 
 def _is_met(need: Need, owners: dict[str, Any], load: bool) -> bool:

@@ -43,6 +43,7 @@ def test_events_have_unix_microseconds_a_category_and_arguments(tmp_path: Path) 
         "size": 8,
         "strategy": "recreate",
         "set": "trainer",
+        "pinned_bytes": 0,
     }
     categories = {name: one["cat"].split(",")[1] for name, one in found.items()}
     assert categories == {
