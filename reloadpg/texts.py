@@ -7,10 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as text, with runs as ranges: ``0-3, 7``.
-
-    Local, pure.
-    """
+    """Ranks as text, with runs as ranges: ``0-3, 7``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -21,13 +18,13 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2-3``. Local, pure."""
+    """``rank 1`` or ``ranks 0, 2-3``."""
     shown = format_ranks(ranks)
     return f"rank {shown}" if shown.isdecimal() else f"ranks {shown}"
 
 
 def described(desc: str, ranks: Iterable[int]) -> str:
-    """The description of a group; its ranks, where torch gave it none. Local, pure."""
+    """The description of a group; its ranks, where torch gave it none."""
     if desc not in ("", "undefined"):
         return desc
     shown = named_ranks(ranks)
@@ -35,17 +32,17 @@ def described(desc: str, ranks: Iterable[int]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``. Local, pure."""
+    """``1 rank``, ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def mebibytes(size: float) -> str:
-    """``1.5 MiB``; never ``-0.0``. Local, pure."""
+    """``1.5 MiB``; never ``-0.0``."""
     return f"{round(size / (1 << 20), 1) + 0.0:.1f} MiB"
 
 
 def table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Lay out columns of text, numbers to the right, as wide as they need. Local, pure."""
+    """Lay out columns of text, numbers to the right, as wide as they need."""
     texts = [[_cell(value) for value in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     numeric = [
@@ -70,6 +67,6 @@ def _cell(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean NAME?)`` for the known name that is nearest; empty if none is. Pure."""
+    """`` (did you mean NAME?)`` for the known name that is nearest; empty if none is."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""

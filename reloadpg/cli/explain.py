@@ -164,7 +164,7 @@ def _is_here(device: str) -> bool:
 def explain(
     records: Sequence[Record], *, backends: str | None = None, min_size: int | None = None
 ) -> dict[str, Any]:
-    """Return how ``install`` would treat each recorded group, and an offload's memory. Pure.
+    """Return how ``install`` would treat each recorded group, and an offload's memory.
 
     ``backends`` and ``min_size`` replace the script's arguments of ``install``.
     """
@@ -220,7 +220,7 @@ def explain(
 
 
 def _borrowers(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The code that takes backend objects out of groups, with the groups. Pure."""
+    """The code that takes backend objects out of groups, with the groups."""
     found: dict[tuple[str, str], list[str]] = {}
     for one in records:
         if one["kind"] == "borrowed":

@@ -414,7 +414,7 @@ def clock(at: float) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """A duration in its largest unit; ``?`` if unknown. Local, pure."""
+    """A duration in its largest unit; ``?`` if unknown."""
     if seconds is None:
         return "?"
     if seconds < 60:

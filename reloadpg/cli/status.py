@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def page(job: JobView) -> Page:
-    """Show a job as a page. Pure.
+    """Show a job as a page.
 
     What matters most comes first, since a terminal cuts off what does not fit: the findings are
     above the table, ranks in trouble above the others, and the columns in order of importance.
