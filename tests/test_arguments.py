@@ -128,7 +128,6 @@ RANKS: dict[str, Any] = {
     "numpy.arange": np.arange(2),
     "array of int32": np.arange(2, dtype=np.int32),
     "numpy integers": [np.int64(0), np.int64(1)],
-    "numpy bools": [np.False_, np.True_],
     "tensor": torch.arange(2),
     "tensors": [torch.tensor(0), torch.tensor(1)],
     "set": {0, 1},
