@@ -120,7 +120,6 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("docs/recovery.md", "rejoin()"): (2, the_repeated_steps),
     ("docs/recovery.md", "recovery_requested()"): (2, the_repeated_steps),
     ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
-    ("README.md", "StrategyPolicy("): (2, the_report),
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
     (RL, 'connect="eager"'): (2, the_rollout),
     (RL, "groups_live()"): (2, the_update_while_asleep),
@@ -168,7 +167,7 @@ def test_each_check_has_exactly_one_block() -> None:
 def test_blocks_are_found_in_all_documents() -> None:
     """As many as the texts have fences."""
     readme = (ROOT / "README.md").read_text()
-    assert len(readme_blocks()) == readme.count("```python") >= 2
+    assert len(readme_blocks()) == readme.count("```python") >= 1
     assert len(page_blocks()) == sum(page.read_text().count("```python") for page in PAGES) >= 5
     assert len(docstring_blocks()) >= 3
     assert all(block.code.strip() for block in BLOCKS)
