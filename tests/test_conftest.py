@@ -26,7 +26,7 @@ def test_files_exist(settings: Any) -> None:
 def test_left_out_tests_exist(settings: Any) -> None:
     """By the start of their names, with the name of a case in brackets."""
     wrong = []
-    for name in [*settings.NOT_ON_NCCL, *settings.NOT_ON_TORCHCOMMS]:
+    for name in settings.NOT_ON_NCCL:
         file, _, test = name.partition("::")
         start, _, case = test.partition("[")
         text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""

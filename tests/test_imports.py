@@ -15,6 +15,7 @@ PACKAGES = (
     "errors",
     "texts",
     "settings",
+    "processes",
     "reports",
     "c10d",
     "groups",

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..rendezvous.peers import process_table, start_of
+from ..processes import process_table, start_of
 from ..reports import OperationStatus, Report, Status
 from ..settings import STATUS_DIR
 

@@ -34,8 +34,8 @@ from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.lifecycle.job import jobs
 from reloadpg.lifecycle.status import running
+from reloadpg.processes import process_table, start_of
 from reloadpg.recovery.recovering import collectives_begun
-from reloadpg.rendezvous.peers import process_table, start_of
 from reloadpg.rendezvous.worker_thread import LibraryThread
 from reloadpg.reports import Report
 from reloadpg.settings import STATUS_DIR

@@ -8,11 +8,10 @@ time, since PIDs are reused.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import select
-from contextlib import suppress
-from pathlib import Path
+
+from ..processes import process_table, start_of
 
 
 class Peers:
@@ -93,23 +92,3 @@ def _open(pid: int, started: str) -> int:
         os.close(pidfd)
         raise ProcessLookupError
     return pidfd
-
-
-def process_table() -> str:
-    """The identifier of this host and of the processes that can be seen here; empty if unknown.
-
-    Local. It is equal in two processes if a process id means the same in both.
-    """
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        text = boot + os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/net")
-        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-    return ""
-
-
-def start_of(pid: int) -> str:
-    """The start time of a process, in ticks since boot; empty if it has ended."""
-    with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[19]
-    return ""

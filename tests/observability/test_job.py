@@ -133,7 +133,18 @@ def check_status_file(job: Job) -> None:
     """It has the last state and report."""
     record = json.loads((job.directory / f"rank-{job.rank}.json").read_text())
     assert set(record) == {
-        *("version", "pid", "rank", "world_size", "host", "time", "exited", "installed"),
+        *(
+            "version",
+            "pid",
+            "started",
+            "process_table",
+            "rank",
+            "world_size",
+            "host",
+            "time",
+            "exited",
+            "installed",
+        ),
         *("status", "last_report", "last_ms", "running", "collectives"),
     }
     assert (record["version"], record["rank"], record["world_size"]) == (1, job.rank, 2)

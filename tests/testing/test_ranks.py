@@ -459,7 +459,7 @@ def test_hanging_ranks_are_named_with_the_stacks_of_their_threads(tmp_path: Path
 def test_ranks_that_are_starting_at_the_time_limit_are_reported(
     method: Any, tmp_path: Path
 ) -> None:
-    settings: Any = {"start_method": method, "timeout": 1e-6, "check": False}
+    settings: Any = {"start_method": method, "timeout": 0.001, "check": False}
     outcomes = run_ranks(hang, 2, args=(str(tmp_path),), **settings)
     assert (outcomes[1].timed_out, outcomes[1].signal) == (True, signal.SIGKILL)
 
@@ -467,8 +467,8 @@ def test_ranks_that_are_starting_at_the_time_limit_are_reported(
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"world_size": 0}, ValueError, "world_size must be at least 1"),
-        ({"timeout": float("nan")}, ValueError, "timeout must be positive"),
+        ({"world_size": 0}, ValueError, "world_size must be a number of at least 1, got 0"),
+        ({"timeout": float("nan")}, ValueError, "timeout=nan is not a time between"),
         ({"start_method": "fork"}, ValueError, "start_method must be"),
         ({"preload": "megatron.core"}, TypeError, "is not a list of modules"),
         ({"store": "rank1"}, ValueError, "store must be"),
