@@ -30,6 +30,7 @@ def start() -> None:
     dist.init_process_group("gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3)
 def test_buffers_are_freed_before_the_offload_and_created_after_the_reload(rank: int) -> None:
     """On all members in one order: each of V1's exchanges handles with the others."""

@@ -236,7 +236,8 @@ SURVIVAL = {
 @pytest.mark.parametrize(
     "function",
     [
-        *("create_groups", "nothing"),
+        pytest.param("create_groups", marks=pytest.mark.slow),
+        "nothing",
         pytest.param("of_one_generation", marks=pytest.mark.slow),
         pytest.param("missing", marks=pytest.mark.slow),
     ],

@@ -211,7 +211,14 @@ def ends_of(size: int, program: str, fault: str, most: int) -> tuple[Explorer, l
     return then, list(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize(("program", "fault"), [one for one in CASES if " " not in one[0]])
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case == ("recover", "interrupt")))
+        for case in CASES
+        if " " not in case[0]
+    ],
+)
 def test_one_reload_converges_from_every_end_of_an_operation(program: str, fault: str) -> None:
     """It may have ended differently on the ranks. Then all groups are live on all of them."""
     explorer, starts = ends_of(2, program, fault, 20_000)
