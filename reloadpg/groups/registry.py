@@ -6,6 +6,7 @@ is no longer managed, and a proxy without other references is not kept alive.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -126,6 +127,8 @@ class Registry:
             c10d.drop_inherited_connections()
         inherited = [g for g in c10d.known_groups() if isinstance(g, ReloadableProcessGroup)]
         self._disowned += [group.disown() for group in inherited]
+        # Gloo's destructor of torch 2.8 hangs in the end of the interpreter, or ends it by SIGABRT.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._disowned))
         self._begin_process()
         self._inherited = c10d.world()
 

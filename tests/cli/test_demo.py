@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import pytest
+import torch
 from cli_process import LIMIT, called
 from sampling import sampled
 
@@ -79,15 +80,22 @@ def test_a_run_that_frees_no_memory_or_prints_less_has_failed():
 
 @pytest.mark.slow
 def test_the_groups_are_those_of_fsdp_and_megatron():
-    """``explain`` runs the example itself as one rank of 8."""
+    """``explain`` runs the example itself as one rank of 8.
+
+    Without torch's CUDA build it ends where the program reads a loss, with all groups recorded.
+    """
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     example = next(path for path in demo.EXAMPLES if path.is_file())
     options = ["--world-size", "8", "--rank", "1", "--timeout", str(LIMIT), "--json"]
     options += ["--", "--iterations", "1"]
     code, output = called("explain", str(example), *options)
-    assert code == 0
-    groups = json.loads(output)["groups"]
+    result = json.loads(output)
+    groups = result["groups"]
+    if torch.version.cuda is None:
+        assert (code, "item() cannot be called on meta tensors" in result["error"]) == (1, True)
+    else:
+        assert (code, result["error"]) == (0, "")
     ranks = {one["desc"]: one["ranks"] for one in groups if one["reloadable"]}
     assert len(ranks) == len(groups) == 20
     assert ranks["mesh_replicate"] == [1, 3, 5, 7]

