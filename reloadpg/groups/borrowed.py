@@ -39,9 +39,9 @@ _Group = Any
 POLICIES = ("suspend", "refuse", "warn", "ignore")
 """Values of ``install(borrowed=...)``."""
 
-_OURS = ("torch.", f"{__name__.partition('.')[0]}.")
-_OURS_ALONE = frozenset(name[:-1] for name in _OURS)
-_THROUGH = frozenset({"get_backend_impl", "_new_window"})
+OURS = ("torch.", f"{__name__.partition('.')[0]}.")
+_OURS_ALONE = frozenset(name[:-1] for name in OURS)
+THROUGH = frozenset({"get_backend_impl", "_new_window"})
 """Functions of torch that return to their caller what they take out of a group."""
 
 _RAW = {"_comm_ptr": "communicator pointer", "comm_ptr": "communicator pointer"}
@@ -53,9 +53,9 @@ def borrower(depth: int) -> FrameType | None:
     frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if not name.startswith(_OURS) and name not in _OURS_ALONE:
+        if not name.startswith(OURS) and name not in _OURS_ALONE:
             return frame
-        if frame.f_code.co_name not in _THROUGH:
+        if frame.f_code.co_name not in THROUGH:
             return None
         frame = frame.f_back
     return None
