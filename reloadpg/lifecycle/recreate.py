@@ -37,7 +37,7 @@ class Releases:
     for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost.
 
     Each is recorded in the job before it is detached, until it is destroyed: if the destruction
-    hangs or is interrupted, the communicator is aborted.
+    hangs or is interrupted, the communicator is aborted, where an abort can end a destroy.
     """
 
     job: Job
@@ -51,7 +51,8 @@ class Releases:
                 return
             inner = group.communicator
             parts = _parts(inner, group.construction)
-            aborts = self._aborts and c10d.shares_lock(communicators(inner, group.construction))
+            locks = c10d.shares_lock(communicators(inner, group.construction))
+            aborts = self._aborts and locks
             self.job.doomed[group] = repr(group), parts
             group.detach()
         if group.has_hooks:
@@ -59,10 +60,18 @@ class Releases:
         if group.construction.destroy is not None:
             group.construction.destroy(inner)
         else:
-            for part in parts:
-                if aborts:  # a destroy would wait for peers in a lock that other threads need
-                    part.abort()
-                part.shutdown()  # after an abort, it ends torch's watchdog
+            # An abort of this engine waits for the lock that its destroy holds, and then uses the
+            # communicator that was destroyed. The destroy ends when the peers abort theirs.
+            doomed = self.job.doomed.pop(group, None) if locks else None
+            try:
+                for part in parts:
+                    if aborts:  # a destroy would wait for peers in a lock that other threads need
+                        part.abort()
+                    part.shutdown()  # after an abort, it ends torch's watchdog
+            except BaseException:
+                if doomed is not None:
+                    self.job.doomed[group] = doomed
+                raise
         self.job.doomed.pop(group, None)
         if not group.construction.is_mixed:
             self.released[repr(group)] = weakref.ref(inner)
