@@ -288,7 +288,7 @@ def bring_up(network: Any, end: str, look: Callable[[], None]) -> None:
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.ranks(1)
 def test_the_interface_that_routes_to_an_address_is_found() -> None:
-    """Also where the host name is a loopback address, for a job of several hosts."""
+    """Also where the host name is a loopback address, for a job of several hosts (failure 38)."""
     enter_namespace(0)
     assert network.routing_interface("localhost", other_hosts=True) is None
     setup = UP.format("eth7", ADDRESS_4)
