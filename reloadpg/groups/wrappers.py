@@ -51,6 +51,8 @@ def _new_group(wrapped: Function) -> Function:
     def new_group(*args: Any, **kwargs: Any) -> Any:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
+        if registry.renamed_backends:
+            args, kwargs = _with_renamed_backend(args, kwargs)
         ranks = args[0] if args else kwargs.get("ranks")
         world = c10d.world()
         call = None
@@ -73,6 +75,16 @@ def _new_group(wrapped: Function) -> Function:
         return _manage(made, call, wrapped, args, kwargs)
 
     return new_group
+
+
+def _with_renamed_backend(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    names = registry.renamed_backends
+    if len(args) > 2:  # ranks, timeout, backend
+        return (*args[:2], names.get(args[2], args[2]), *args[3:]), kwargs
+    given = kwargs.get("backend")
+    return args, {**kwargs, "backend": names[given]} if given in names else kwargs
 
 
 def _split_group(wrapped: Function) -> Function:
