@@ -6,7 +6,7 @@ A group that is not selected, and the value for non-members, are returned unchan
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ def _new_group(wrapped: Function) -> Function:
         thread.verbatim = True
         try:
             if type(world) is ReloadableProcessGroup and (
-                world.under_way or world.state is not _LIVE
+                world._managed.under_way or world._managed.state is not _LIVE
             ):
                 call = Call.capture(wrapped, args, kwargs)
                 made = _create_alone(call)
@@ -77,6 +77,15 @@ def _new_group(wrapped: Function) -> Function:
     return new_group
 
 
+def rename_backends(names: Mapping[str, str]) -> Callable[[], None]:
+    """Let ``new_group`` create groups of other backends than the requested ones. Local.
+
+    Returns a function that undoes it; idempotent.
+    """
+    registry.renamed_backends = dict(names)
+    return registry.renamed_backends.clear
+
+
 def _with_renamed_backend(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -85,6 +94,19 @@ def _with_renamed_backend(
         return (*args[:2], names.get(args[2], args[2]), *args[3:]), kwargs
     given = kwargs.get("backend")
     return args, {**kwargs, "backend": names[given]} if given in names else kwargs
+
+
+def new_plain_group(*args: Any, **kwargs: Any) -> Any:
+    """Create a group that stays as torch makes it, with the arguments of ``new_group``.
+
+    Collective as ``new_group`` is. The caller wants it so: it bypasses, without a warning at each
+    offload.
+    """
+    with verbatim():  # torch's function calls another patched function
+        group = c10d.original("new_group")(*args, **kwargs)
+    if not c10d.is_non_member(group):
+        registry.without_set.add(group)
+    return group
 
 
 def _split_group(wrapped: Function) -> Function:
@@ -194,7 +216,7 @@ def _manage(
         timeouts = c10d.get_timeouts(made, selected).values()
         parent = Call(function, args, kwargs).given.get("parent_pg") or c10d.world()
         if bare and isinstance(parent, ReloadableProcessGroup):
-            parents = parent.construction.options, next(iter(timeouts), None)
+            parents = parent._managed.construction.options, next(iter(timeouts), None)
         else:
             parents = c10d.options_of(made, selected), next(iter(timeouts), None)
         c10d.forget_parent(parents[0])
@@ -207,9 +229,9 @@ def _manage(
     construction = Construction(call, name, ranks, backend, devices, selected, rank, desc, parents)
     proxy = ReloadableProcessGroup(made, construction)
     if set_name != TRAINER:
-        proxy.set_name = set_name
+        proxy._managed.set_name = set_name
     if bare:
-        proxy.await_members()
+        proxy._managed.await_members()
     return proxy
 
 
@@ -258,7 +280,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     c10d.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
     if begins and not c10d.has_backends(world):
-        proxy.await_members()
+        proxy._managed.await_members()
     registry.hooks.after_world(begins=begins)
     return proxy
 

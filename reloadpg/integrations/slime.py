@@ -40,19 +40,22 @@ import torch
 import torch.distributed as dist
 import wrapt
 
-from .. import c10d
-from ..c10d import devices
+from .. import ReloadableProcessGroup as _Group
+from .. import c10d, install, is_installed, offload, reload
 from ..errors import ReloadpgError
-from ..groups.creation import verbatim
-from ..groups.dispatch import COLLECTIVES
-from ..groups.proxy import ReloadableProcessGroup as _Group
-from ..groups.registry import registry
-from ..lifecycle import memory
-from ..lifecycle.callbacks import callbacks
-from ..lifecycle.connect import Connect
-from ..lifecycle.install import install, is_installed, reload_world
-from ..lifecycle.offload import offload
-from ..lifecycle.reload import reload
+from ..extend import (
+    COLLECTIVES,
+    Connect,
+    GroupState,
+    callbacks,
+    free_bytes,
+    in_use,
+    managed,
+    managed_groups,
+    new_plain_group,
+    reload_world,
+    rename_backends,
+)
 from ..reports import Report
 from ..settings import as_timedelta
 
@@ -102,8 +105,8 @@ def monkey_patch_torch_dist(*, clear_memory_below: float | None = None, **option
         _clear_before_collectives(int(clear_memory_below * 2**30))
     musa = getattr(torch, "musa", None)
     if musa is not None and musa.is_available():
-        registry.renamed_backends["nccl"] = "mccl"
-    dist.old_new_group = old_new_group_dict[os.getpid()] = _old_new_group  # type: ignore[attr-defined]
+        callbacks.uninstall.append(rename_backends({"nccl": "mccl"}))
+    dist.old_new_group = old_new_group_dict[os.getpid()] = new_plain_group  # type: ignore[attr-defined]
     if _take_back not in callbacks.uninstall:
         callbacks.uninstall.append(_take_back)
     c10d.on_collective_error(_note_memory)
@@ -114,11 +117,10 @@ def monkey_patch_torch_dist(*, clear_memory_below: float | None = None, **option
 
 def _take_back() -> None:
     """Undo the changes of the patch other than the installation."""
-    if getattr(dist, "old_new_group", None) is _old_new_group:
+    if getattr(dist, "old_new_group", None) is new_plain_group:
         del dist.old_new_group  # type: ignore[attr-defined]
     old_new_group_dict.pop(os.getpid(), None)
     c10d.on_collective_error(_note_memory)()
-    registry.renamed_backends.clear()
     while _clearing:
         delattr(_Group, _clearing.pop())
     for (owner, name), attribute in _ATTRIBUTES.items():
@@ -140,11 +142,11 @@ def _clear_before_collectives(least: int) -> None:
 
 def _clears_before(method: Callable[..., Any], least: int) -> Callable[..., Any]:
     def call(self: _Group, *args: Any, **kwargs: Any) -> Any:
-        known = memory.free_bytes()
+        known = free_bytes()
         if known is not None and known[0] < least:
-            devices.synchronize()
+            c10d.devices.synchronize()
             gc.collect()
-            devices.empty_cache()
+            c10d.devices.empty_cache()
         return method(self, *args, **kwargs)
 
     c10d.skip_in_compiled_code([call])
@@ -173,9 +175,9 @@ def register_default_process_group(timeout: timedelta | float) -> None:
     if not reload_world():
         _registered[os.getpid()] = timeout
         return
-    world = c10d.world()
-    if isinstance(world, _Group):
-        world.set_default_timeout(timeout)
+    world = managed(c10d.world())
+    if world is not None:
+        world.set_timeout(timeout, kept=False)
 
 
 def destroy_process_groups() -> Report | None:
@@ -245,7 +247,8 @@ class _AnyReloadableGroup(type):
     @property
     def GROUPS(cls) -> dict[int, list[_Group]]:  # noqa: N802 - slime's name
         """The reloadable groups of this process except the default group, by process id."""
-        return {os.getpid(): [group for group in registry.managed() if group is not c10d.world()]}
+        groups = managed_groups()
+        return {os.getpid(): [one.proxy for one in groups if not one.construction.is_world]}
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Group)
@@ -275,20 +278,8 @@ class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
         )
 
 
-def _old_new_group(*args: Any, **kwargs: Any) -> Any:
-    """Create a group without a proxy. Arguments are those of ``torch.distributed.new_group``.
-
-    The caller wants it so: it bypasses, without a warning at each offload.
-    """
-    with verbatim():  # torch's function calls another patched function
-        made = c10d.original("new_group")(*args, **kwargs)
-    if not c10d.is_non_member(made):
-        registry.without_set.add(made)
-    return made
-
-
 def _group_info(group: _Group) -> dict[str, Any]:
-    made = group.construction
+    made = group._managed.construction
     return {
         "ranks": list(made.ranks),
         "args": made.call.args,
@@ -306,7 +297,7 @@ class _Itself:
 
 _ATTRIBUTES: dict[tuple[type, str], Any] = {
     (dist.ProcessGroup, "group"): _Itself(),
-    (_Group, "group"): property(lambda group: group if group.is_live else None),
+    (_Group, "group"): property(lambda group: group if group.state is GroupState.LIVE else None),
     (_Group, "group_info"): property(_group_info),
 }
 """Attributes of slime's wrappers. Its ``group`` is the group that torch created, since torch does
@@ -318,9 +309,9 @@ def _note_memory(error: BaseException) -> None:
     notes = getattr(error, "__notes__", ())
     if isinstance(error, ReloadpgError) or any(note.startswith(_NOTE) for note in notes):
         return
-    used = [f"{name} {held / 2**30:.2f}" for name, held in memory.in_use().items()]
+    used = [f"{name} {held / 2**30:.2f}" for name, held in in_use().items()]
     try:
-        free = memory.free_bytes()
+        free = free_bytes()
     except Exception:  # the device may be in an error state
         free = None
     said = [] if free is None else [f"free by {free[1]} {free[0] / 2**30:.2f}"]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from .. import c10d
 from ..groups.borrowed import borrowed
-from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
+from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 from . import holders, memory
-from .engines import communicators
+from .engines import engine_communicators
 from .job import Job, jobs
 
 
@@ -22,6 +25,18 @@ def running() -> OperationStatus | None:
     """
     found: OperationStatus | None = jobs.progress()
     return found
+
+
+@contextmanager
+def between_operations() -> Iterator[bool]:
+    """Whether no operation runs or begins; then none begins within the block. Non-blocking."""
+    lock: Any = registry.lock
+    locked = lock.acquire(blocking=False)
+    try:
+        yield locked and not jobs.busy
+    finally:
+        if locked:
+            lock.release()
 
 
 def status() -> Status:
@@ -68,7 +83,7 @@ def status() -> Status:
         ),
         running=running(),
         sets=_sets(job, shown),
-        kept={name: why for name, why in communicators().items() if name not in followed},
+        kept={name: why for name, why in engine_communicators().items() if name not in followed},
         borrowed=borrowed(groups),
         holders=held,
         off=registry.off,
@@ -99,13 +114,13 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
     return found
 
 
-def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
+def _group_status(group: ManagedGroup) -> GroupStatus:
     timeouts, history = group.current_timeouts(), group.history
     stats = None if jobs.busy else group.memory_stats()
     selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
     return GroupStatus(
-        group.group_name,
-        group.group_desc,
+        group.name,
+        group.desc,
         group.construction.ranks,
         group.construction.backend,
         group.state.value,
