@@ -109,6 +109,13 @@ def the_repeated_steps(ranks: list[dict[str, Any]]) -> None:
         assert (rank["generation"], rank["groups"]) == (0, 2)
 
 
+def the_uniform_pause(ranks: list[dict[str, Any]]) -> None:
+    """The simulated accelerator can suspend: its group is live again."""
+    for rank in ranks:
+        assert list(rank["results"].values()) == ["suspend"]
+        assert (rank["state"], rank["generation"]) == ("live", 1)
+
+
 RL = "docs/colocated-rl.md"
 CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("README.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
@@ -120,6 +127,7 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("docs/recovery.md", "rejoin()"): (2, the_repeated_steps),
     ("docs/recovery.md", "recovery_requested()"): (2, the_repeated_steps),
     ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
+    ("docs/adoption.md", "def pause()"): (2, the_uniform_pause),
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
     (RL, 'connect="eager"'): (2, the_rollout),
     (RL, "groups_live()"): (2, the_update_while_asleep),
