@@ -164,7 +164,7 @@ def _members_only(world_size: int, rank: int, cycles: int, *, wide: bool) -> dic
             for _ in range(cycles + 1):
                 offloads.append(cpu_ms(reloadpg.offload))
                 reloads.append(cpu_ms(reloadpg.reload))
-        live = sum(group.is_live and group.generation == cycles + 1 for group in mine)
+        live = sum(group._managed.is_live and group.generation == cycles + 1 for group in mine)
         if live != len(mine):
             raise RuntimeError(f"{live} of {len(mine)} groups were rebuilt")
     return {

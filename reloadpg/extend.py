@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .groups.proxy import GroupState as GroupState
+from .groups.managed import ManagedGroup as ManagedGroup
+from .groups.offloaded import GroupState as GroupState
+from .groups.proxy import managed as managed
 from .lifecycle.install import Installation as Installation
 from .lifecycle.install import reload_world as reload_world
 
-__all__ = ["GroupState", "Installation", "reload_world"]
+__all__ = ["GroupState", "Installation", "ManagedGroup", "managed", "reload_world"]

@@ -13,7 +13,7 @@ from .texts import counted, described, mebibytes, table
 __all__ = [
     "Borrowed",
     "BypassedGroup",
-    "Fault",
+    "RankFault",
     "GroupReport",
     "GroupStatus",
     "HolderReport",
@@ -71,7 +71,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFault:
     """The fault that one rank reported to a recovery.
 
     Attributes:
@@ -194,7 +194,7 @@ class Report:
     world_size: int | None = None
     unfinished: tuple[str, ...] = ()
     moments_ms: Mapping[str, float] = field(default_factory=dict)
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[RankFault, ...] = ()
     replaced: tuple[int, ...] = ()
     sets: str = "all"
     borrowed: tuple[Borrowed, ...] = ()

@@ -20,7 +20,7 @@ from .backends import COMPLETION_HOOK as COMPLETION_HOOK
 from .backends import NO_ERROR as NO_ERROR
 from .backends import CppBackend as CppBackend
 from .backends import abort_all as abort_all
-from .backends import abort_groups as abort_groups
+from .backends import abort_each as abort_each
 from .backends import aborted_groups as aborted_groups
 from .backends import add_backends as add_backends
 from .backends import await_hooks as await_hooks
@@ -78,8 +78,8 @@ from .locks import Lock as Lock
 from .locks import needs_one_thread as needs_one_thread
 from .locks import shares_lock as shares_lock
 from .nccl_suspend import nccl_version as nccl_version
-from .nccl_suspend import resume as resume
-from .nccl_suspend import suspend as suspend
+from .nccl_suspend import resume_backend as resume_backend
+from .nccl_suspend import suspend_backend as suspend_backend
 from .nccl_suspend import suspend_obstacle as suspend_obstacle
 from .saves import SAVER as SAVER
 from .saves import SAVERS as SAVERS
@@ -123,7 +123,7 @@ from .timeouts import timeout_of as timeout_of
 from .training import copy_tensors as copy_tensors
 from .training import held_gradients as held_gradients
 from .training import leaves_of as leaves_of
-from .training import parameters_of as parameters_of
+from .training import module_parameters as module_parameters
 from .training import refuse_unfinished as refuse_unfinished
 from .training import registered_buffers as registered_buffers
 from .training import registered_parameters as registered_parameters

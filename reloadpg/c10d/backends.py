@@ -217,7 +217,7 @@ def _backend_type(name: str) -> Any:
     return _c10d.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
 
 
-def abort_groups(groups: Sequence[ProcessGroup]) -> None:
+def abort_each(groups: Sequence[ProcessGroup]) -> None:
     """Abort some groups, not WORLD, in the given order. Does not wait for peers."""
     for group in groups:
         _c10d._abort_process_group(group)

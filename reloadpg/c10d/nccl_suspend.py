@@ -47,7 +47,7 @@ def suspend_obstacle(backend: CppBackend) -> str:
     return _cumem_obstacle()
 
 
-def suspend(backend: CppBackend) -> None:
+def suspend_backend(backend: CppBackend) -> None:
     """Suspend the communicator of a backend. Collective over its members, blocking.
 
     While torch's own ``suspend`` and ``resume`` wait for the other members, they hold the GIL and a
@@ -61,8 +61,8 @@ def suspend(backend: CppBackend) -> None:
         cast(Any, backend).suspend()
 
 
-def resume(backend: CppBackend) -> None:
-    """Resume the communicator of a backend; see :func:`suspend`."""
+def resume_backend(backend: CppBackend) -> None:
+    """Resume the communicator of a backend; see :func:`suspend_backend`."""
     if _is_nccl(backend):
         _call_nccl("ncclCommResume", backend)
     else:

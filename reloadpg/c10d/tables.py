@@ -72,9 +72,8 @@ def backend_of(group: ProcessGroup) -> str:
     return str(_c10d._world.pg_map[group][0])
 
 
-def backend_class(group: Any, device: str) -> type:
-    """The class of a group's backend for a device, if torch asks for it (2.8 to 2.15)."""
-    name = device_backends(group).get(device, "") if is_known(group) else ""
+def backend_class(name: str) -> type:
+    """The class of the backends of that name, if torch asks for it (2.8 to 2.15)."""
     return cast(type, getattr(_c10d, _CLASSES.get(name, ""), object))
 
 

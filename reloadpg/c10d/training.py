@@ -168,7 +168,7 @@ def _accumulates_apart(parameter: Any) -> bool:
     return "unsharded_accumulated_grad" in vars(parameter)
 
 
-def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+def module_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters of a module, each once, as an optimizer uses them: FSDP2's are sharded."""
     sharded = {}
     for state in _states(module):
@@ -311,7 +311,7 @@ def replicas_of(module: torch.nn.Module, rank: int) -> set[int] | None:
         if isinstance(one, DistributedDataParallel):
             same = {*ranks_of(one.process_group)}
             found = same if found is None else found & same
-    for parameter in parameters_of(module):
+    for parameter in module_parameters(module):
         placements = getattr(parameter, "placements", None)
         if placements is None:
             continue

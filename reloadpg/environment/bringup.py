@@ -42,7 +42,7 @@ from .network import (
     restore_network,
     validate_network,
 )
-from .store import Place, addresses_of, open_store, take_place
+from .store import Place, addresses_of, claim_place, open_store
 from .store_barrier import job_round
 from .teardown import OwnGroups, abort_groups
 
@@ -273,7 +273,7 @@ def bring_up(
             *(rank, size, host, local_rank, str(device), placement.exclusive()),
             address=published_address(),
         )
-        difference = take_place(store, place, seconds)
+        difference = claim_place(store, place, seconds)
     # A process that is refused is not counted, also on its host.
     rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
     if root is not None and not difference:

@@ -195,7 +195,7 @@ class Place:
     process: str = field(default_factory=lambda: uuid4().hex)
 
 
-def take_place(store: Store, mine: Place, seconds: float) -> str:
+def claim_place(store: Store, mine: Place, seconds: float) -> str:
     """Take a place in the job. Local, blocking, with a timeout.
 
     A rank can be counted at a barrier only if its rank is unique and all world sizes are equal.

@@ -201,7 +201,7 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
     from ..rendezvous.worker_thread import Task
 
     every = c10d.world() in groups
-    task = Task(c10d.abort_all if every else lambda: c10d.abort_groups(groups), "abort")
+    task = Task(c10d.abort_all if every else lambda: c10d.abort_each(groups), "abort")
     if not task.wait(_ABORT_S):
         raise TimeoutError(
             f"The process groups were not aborted within {_ABORT_S:g} s; a thread continues to "

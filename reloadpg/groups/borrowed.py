@@ -34,7 +34,7 @@ from ..reports import Borrowed
 from .offloaded import Offloaded, OffloadedBackend
 
 _Group = Any
-"""A ``ReloadableProcessGroup``, whose module imports this one."""
+"""A ``ManagedGroup``, whose module imports this one."""
 
 POLICIES = ("suspend", "refuse", "warn", "ignore")
 """Values of ``install(borrowed=...)``."""
@@ -72,7 +72,7 @@ class Lease:
 
     def __init__(self, group: _Group) -> None:
         self.group = weakref.ref(group)
-        self.name = group.group_name
+        self.name = group.name
         self.generation = group.generation
         self.lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
 
@@ -164,7 +164,7 @@ def lent_by(group: _Group, backend: Any, arguments: tuple[Any, ...]) -> Any:
 def lend(group: _Group) -> Any:
     """Return the backend that an offload releases, for a callback. Local; records nothing."""
     device = group.construction.selected[0]
-    backend = group._inner._get_backend(torch.device(device))
+    backend = group.target._get_backend(torch.device(device))
     if type(backend) is OffloadedBackend or not group.lends:
         return backend
     return group.loans.open(group).lend(backend, device)
@@ -196,7 +196,7 @@ def borrowed(groups: Iterable[_Group]) -> tuple[Borrowed, ...]:
     found = []
     shared = c10d.symmetric_memory_groups()
     for group in groups:
-        name = group.group_name
+        name = group.name
         loans = group.known_loans
         for what, loan in [] if loans is None else loans.held():
             ended = loans is None or loan.lease is not loans.lease
@@ -246,7 +246,7 @@ def _live(lent: Any, operation: str) -> Any:
     """Return torch's object, or raise. Of an offloaded group, the backend that raises."""
     lease, thing = lent._lease, lent._lent
     group = lease.group()
-    inner = None if group is None else group._inner
+    inner = None if group is None else group.target
     if isinstance(inner, Offloaded):
         mine = inner.under_way is not None and inner.under_way.is_mine
         if not mine or isinstance(inner.current, Offloaded):

@@ -196,6 +196,10 @@ class Construction:
         return self.defaults[1] if found is None else found
 
     @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
     def is_world(self) -> bool:
         return self.order == WORLD_ORDER
 

@@ -127,7 +127,7 @@ class Offloaded:
                 f"{operation} on {owner!r}: {'an' if what == 'offload' else 'a'} {what} is "
                 f"running, started by {what}(wait=False). "
                 f"{NEXT_CALL_LATER[what].format(reload=reload)}",
-                group=owner.group_name,
+                group=owner.name,
                 operation=operation,
             )
         lacks = "its communicator is suspended" if self.suspended else "has no communicator"
@@ -140,7 +140,7 @@ class Offloaded:
             text = f"{text} {self.remedy or NEXT_CALL[state].format(reload=reload)}"
         if owner is None or state is GroupState.DESTROYED:
             return GroupDestroyedError(text)
-        return GroupOffloadedError(text, group=owner.group_name, operation=operation)
+        return GroupOffloadedError(text, group=owner.name, operation=operation)
 
     def without_backend(
         self, name: str, args: tuple[Any, ...], cause: BaseException | None = None
@@ -173,11 +173,11 @@ class OffloadedBackend:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # type: ignore[override]
-        return c10d.backend_class(self._owner, self._device)
+        return c10d.backend_class(self._owner.construction.devices.get(self._device, ""))
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the next generation. Local."""
-        self._owner.set_default_timeout(timeout)
+        self._owner.set_timeout(timeout, kept=False)
 
     set_timeout = _set_default_timeout
 

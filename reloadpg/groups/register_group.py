@@ -86,5 +86,5 @@ def register_group(
         destroy=destroy,
     )
     proxy = ReloadableProcessGroup(group, construction)
-    proxy.set_name = set_name
+    proxy._managed.set_name = set_name
     return proxy

@@ -19,7 +19,9 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..settings import is_off
-from .proxy import GroupState, ReloadableProcessGroup
+from .managed import ManagedGroup
+from .offloaded import GroupState
+from .proxy import ReloadableProcessGroup, managed
 from .selection import Bypass, Selection, StrategyPolicy
 from .sets import TRAINER
 
@@ -125,19 +127,17 @@ class Registry:
         """
         if c10d.known_groups():
             c10d.drop_inherited_connections()
-        inherited = [g for g in c10d.known_groups() if isinstance(g, ReloadableProcessGroup)]
-        self._disowned += [group.disown() for group in inherited]
+        self._disowned += [group.disown() for group in _managed_groups()]
         # Gloo's destructor of torch 2.8 hangs in the end of the interpreter, or ends it by SIGABRT.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._disowned))
         self._begin_process()
         self._inherited = c10d.world()
 
-    def managed(self) -> list[ReloadableProcessGroup]:
-        """List the proxies in c10d's tables, in the order that all ranks share: WORLD first."""
+    def managed(self) -> list[ManagedGroup]:
+        """List the reloadable groups, in the order that all ranks share: WORLD first."""
         if c10d.world() is self._inherited is not None:
             return []
-        groups = [g for g in c10d.known_groups() if isinstance(g, ReloadableProcessGroup)]
-        return sorted(groups, key=lambda group: group.construction.order)
+        return sorted(_managed_groups(), key=lambda group: group.construction.order)
 
     def unmanaged(self) -> list[tuple[ProcessGroup, str]]:
         """List the groups that are selected but not managed, with the reason."""
@@ -164,12 +164,16 @@ class Registry:
             if not isinstance(group, ReloadableProcessGroup):
                 yield group, bypass_of(group, options.selection)
 
-    def offloaded(self) -> list[ReloadableProcessGroup]:
+    def offloaded(self) -> list[ManagedGroup]:
         return [group for group in self.managed() if group.state is not GroupState.LIVE]
 
     def is_inherited(self, world: ProcessGroup) -> bool:
         """Whether a default group was inherited from the parent process by a fork."""
         return world is self._inherited
+
+
+def _managed_groups() -> list[ManagedGroup]:
+    return [group for one in c10d.known_groups() if (group := managed(one)) is not None]
 
 
 def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:

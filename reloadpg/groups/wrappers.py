@@ -57,7 +57,7 @@ def _new_group(wrapped: Function) -> Function:
         thread.verbatim = True
         try:
             if type(world) is ReloadableProcessGroup and (
-                world.under_way or world.state is not _LIVE
+                world._managed.under_way or world._managed.state is not _LIVE
             ):
                 call = Call.capture(wrapped, args, kwargs)
                 made = _create_alone(call)
@@ -182,7 +182,7 @@ def _manage(
         timeouts = c10d.get_timeouts(made, selected).values()
         parent = Call(function, args, kwargs).given.get("parent_pg") or c10d.world()
         if bare and isinstance(parent, ReloadableProcessGroup):
-            parents = parent.construction.options, next(iter(timeouts), None)
+            parents = parent._managed.construction.options, next(iter(timeouts), None)
         else:
             parents = c10d.options_of(made, selected), next(iter(timeouts), None)
         c10d.forget_parent(parents[0])
@@ -195,9 +195,9 @@ def _manage(
     construction = Construction(call, name, ranks, backend, devices, selected, rank, desc, parents)
     proxy = ReloadableProcessGroup(made, construction)
     if set_name != TRAINER:
-        proxy.set_name = set_name
+        proxy._managed.set_name = set_name
     if bare:
-        proxy.await_members()
+        proxy._managed.await_members()
     return proxy
 
 
@@ -246,7 +246,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     c10d.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
     if begins and not c10d.has_backends(world):
-        proxy.await_members()
+        proxy._managed.await_members()
     registry.hooks.after_world(begins=begins)
     return proxy
 

@@ -16,7 +16,7 @@ from typing import Any
 from .. import c10d
 from ..c10d.devices import clears_cublas_workspaces
 from ..errors import InvalidOptionError
-from ..groups.proxy import ReloadableProcessGroup
+from ..extend import managed
 from ..lifecycle.holders import register_holder
 
 __all__ = ["cublas_workspaces", "memory_pool"]
@@ -61,13 +61,14 @@ def memory_pool(
         InvalidOptionError: the group is not reloadable, or its backend registers no pools; nothing
             was registered.
     """
-    if not isinstance(group, ReloadableProcessGroup):
+    known = managed(group)
+    if known is None:
         raise InvalidOptionError(
             f"memory_pool(group={group!r}): not a reloadable group; nothing was registered."
         )
 
     def call(method: str, *arguments: Any, **given: Any) -> None:
-        backends = c10d.live_backends(group, group.construction.selected)
+        backends = c10d.live_backends(group, known.construction.selected)
         for backend in {id(one): one for one in backends.values()}.values():
             register = getattr(backend, method, None)
             if register is None:

@@ -41,7 +41,9 @@ import wrapt
 from .. import c10d
 from ..errors import ReloadpgError
 from ..groups.creation import verbatim
+from ..groups.offloaded import GroupState
 from ..groups.proxy import ReloadableProcessGroup as _Group
+from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..lifecycle import memory
 from ..lifecycle.callbacks import callbacks
@@ -132,9 +134,9 @@ def register_default_process_group(timeout: timedelta | float) -> None:
     if not reload_world():
         _registered[os.getpid()] = timeout
         return
-    world = c10d.world()
-    if isinstance(world, _Group):
-        world.set_default_timeout(timeout)
+    world = managed(c10d.world())
+    if world is not None:
+        world.set_timeout(timeout, kept=False)
 
 
 def destroy_process_groups() -> Report | None:
@@ -204,7 +206,8 @@ class _AnyReloadableGroup(type):
     @property
     def GROUPS(cls) -> dict[int, list[_Group]]:  # noqa: N802 - slime's name
         """The reloadable groups of this process except the default group, by process id."""
-        return {os.getpid(): [group for group in registry.managed() if group is not c10d.world()]}
+        groups = registry.managed()
+        return {os.getpid(): [one.proxy for one in groups if not one.construction.is_world]}
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Group)
@@ -247,7 +250,7 @@ def _old_new_group(*args: Any, **kwargs: Any) -> Any:
 
 
 def _group_info(group: _Group) -> dict[str, Any]:
-    made = group.construction
+    made = group._managed.construction
     return {
         "ranks": list(made.ranks),
         "args": made.call.args,
@@ -257,7 +260,7 @@ def _group_info(group: _Group) -> dict[str, Any]:
 
 
 _ATTRIBUTES = {
-    "group": property(lambda group: group if group.is_live else None),
+    "group": property(lambda group: group if group.state is GroupState.LIVE else None),
     "group_info": property(_group_info),
 }
 """Attributes of slime's wrappers. Its ``group`` is the group that torch created, since torch does

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import backend_for, connects_eagerly, devices, is_connected, raise_for_aborted
 from ..errors import InvalidOptionError, PeerFailedError, RebuildError
-from ..groups.proxy import ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
 from ..rendezvous.worker_thread import Task
 
 Connect = Literal["none", "eager", "canary"]
@@ -31,22 +31,22 @@ def validate(connect: str | None, caller: str = "reload") -> None:
         )
 
 
-def connects_alone(group: ReloadableProcessGroup) -> bool:
+def connects_alone(group: ManagedGroup) -> bool:
     """Whether the backend of a live group connects without a collective."""
-    return connects_eagerly(backend_for(group, _device(group)))
+    return connects_eagerly(backend_for(group.proxy, _device(group)))
 
 
-def connect_group(group: ReloadableProcessGroup) -> None:
+def connect_group(group: ManagedGroup) -> None:
     """Connect the communicator of a live group, without a kernel. Collective, idempotent."""
     device = _device(group)
-    backend = backend_for(group, device)
+    backend = backend_for(group.proxy, device)
     if not is_connected(backend):
         backend.eager_connect_single_device(device)
 
 
-def check_group(group: ReloadableProcessGroup, how: Connect) -> None:
+def check_group(group: ManagedGroup, how: Connect) -> None:
     """Run an all-reduce of two numbers over a live group; for ``canary``, check the sum."""
-    total, expected = sum_ranks(group, _device(group))
+    total, expected = sum_ranks(group.proxy, _device(group))
     if how == "canary" and total != expected:
         raise RebuildError(
             f"canary on {group!r}: the sum over the ranks is {total}, expected {expected}. "
@@ -86,7 +86,7 @@ def await_device(recovery_requested: Callable[[], bool]) -> None:
 _ASK_S = 0.1
 
 
-def _device(group: ReloadableProcessGroup) -> torch.device:
+def _device(group: ManagedGroup) -> torch.device:
     """The current device of a type whose backend was rebuilt."""
     selected = group.construction.selected
     index = devices.current_index()

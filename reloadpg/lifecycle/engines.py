@@ -25,7 +25,7 @@ _FREED = {
 }
 
 
-def communicators() -> dict[str, str]:
+def engine_communicators() -> dict[str, str]:
     """Return them by name, each with what frees its memory. Local; imports nothing."""
     found = {}
     for package, engine in _MODULES.items():

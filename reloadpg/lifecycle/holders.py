@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..c10d import devices
 from ..errors import InvalidOptionError, RebuildError, ReleaseError
-from ..groups.proxy import ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
+from ..groups.proxy import managed
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan
 from ..reports import HolderReport
@@ -49,8 +50,8 @@ class Holder:
     def order(self) -> tuple[Any, ...]:
         """Sort key, equal on all ranks that share the holder."""
         group = None if self.group is None else self.group()
-        made = getattr(group, "construction", None)
-        return (not self.collective, () if made is None else made.order, self.name)
+        known = managed(group)
+        return (not self.collective, () if known is None else known.construction.order, self.name)
 
     @property
     def is_gone(self) -> bool:
@@ -124,7 +125,8 @@ def register_holder(
         wrong = f"group={group!r} is not a process group"
     if wrong:
         raise InvalidOptionError(f"register_holder(): {wrong}; nothing was registered.")
-    of_group = getattr(group, "set_name", TRAINER)
+    known = managed(group)
+    of_group = TRAINER if known is None else known.set_name
     (set_name,) = Chosen.of((set or of_group,), "register_holder").names
     _holders[:] = [one for one in _holders if not one.is_gone]
     reference = None if group is None else weakref.ref(group)
@@ -205,11 +207,11 @@ def _apply(op: _Operation, phase: str, one: Holder, call: Callable[[], object], 
     op.record.holders.append(one.report((time.perf_counter() - begun) * 1e3, size))
 
 
-def fail(chosen: Chosen, groups: Iterable[ReloadableProcessGroup] | None = None) -> None:
+def fail(chosen: Chosen, groups: Iterable[ManagedGroup] | None = None) -> None:
     """Mark the holders whose groups have failed, so that the next reload restores them. Local."""
     known = None if groups is None else [*groups]
     for one in held_by(chosen):
         group = None if one.group is None else one.group()
-        concerned = known is None or group is None or any(group is other for other in known)
+        concerned = known is None or group is None or managed(group) in known
         if (one.collective or group is not None) and concerned:
             one.state = FAILED

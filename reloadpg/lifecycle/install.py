@@ -15,8 +15,8 @@ import torch
 from .. import _TESTED_TORCH, c10d
 from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.borrowed import POLICIES
+from ..groups.managed import ManagedGroup
 from ..groups.patches import Patches, patch_savers_when_loaded
-from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
@@ -24,7 +24,7 @@ from ..settings import IS_OFF, as_flag, as_integer, as_timedelta, refuse_unknown
 from ..texts import counted
 from .callbacks import callbacks
 from .job import jobs
-from .variables import options_of, set_log_level
+from .variables import install_options, set_log_level
 
 logger = logging.getLogger("reloadpg")
 
@@ -163,7 +163,7 @@ def _options(
 ) -> Options:
     """Return the given options, completed by those of the environment."""
     c10d.refuse_missing("install", nothing="installed")  # they name torch's backends
-    read = {"strategy": "recreate", "timeout": timedelta(minutes=5), **options_of(environ)}
+    read = {"strategy": "recreate", "timeout": timedelta(minutes=5), **install_options(environ)}
     selection = Selection.of(
         read.get("backends") if backends is None else backends,
         min_size,
@@ -229,7 +229,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
         registry.options, registry.patches = options, patches
         patches.patch_savers()
         patch_savers_when_loaded()
-        ReloadableProcessGroup.lends = options.borrowed != "ignore"
+        ManagedGroup.lends = options.borrowed != "ignore"
         registry.by_environment = by_environment
         registry.variables = variables
         os.environ.update({name: value for name, (value, _) in variables.items()})

@@ -18,8 +18,9 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import ReloadpgError
+from ..groups.managed import ManagedGroup
 from ..groups.offloaded import Offloaded
-from ..groups.proxy import ReloadableProcessGroup
+from ..groups.proxy import managed
 from ..groups.registry import JobHooks, registry
 from ..groups.replacement import refuse_bypassed
 from ..groups.sets import Chosen, SetStates
@@ -90,7 +91,7 @@ class Job:
     generation: int = 0
     cycles: int = 0
     unfinished: list[Unfinished] = field(default_factory=list)
-    doomed: dict[ReloadableProcessGroup, tuple[str, list[Any]]] = field(default_factory=dict)
+    doomed: dict[ManagedGroup, tuple[str, list[Any]]] = field(default_factory=dict)
     creation_stores: StorePool | None = None
     connecting: list[Task[Any]] = field(default_factory=list)
     suspend_obstacle: str = ""
@@ -172,8 +173,8 @@ class Jobs(JobHooks):
                 job.connecting += job.rendezvous.connect_ahead()
                 if c10d.has_peers():
                     job.creation_stores = StorePool(c10d.root_store_of_job(world))
-                if isinstance(world, ReloadableProcessGroup):
-                    world.before_end = job.end
+                if (group := managed(world)) is not None:
+                    group.before_end = job.end
                 self._job = job
             return self._job
 

@@ -9,7 +9,7 @@ from typing import Literal, overload
 
 from .. import c10d
 from ..c10d import devices, release_cautions
-from ..groups.proxy import ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
 from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
@@ -155,11 +155,11 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     job.connect_ahead(min(op.creators, len(recreated)))
 
 
-def _forget_told(groups: list[ReloadableProcessGroup]) -> None:
+def _forget_told(groups: list[ManagedGroup]) -> None:
     """Forget what libraries have taken out of these groups that have dropped it in a callback."""
     for group in groups:
         if group.known_loans is not None:
-            for one in callbacks.of_generations(group):
+            for one in callbacks.of_generations(group.proxy):
                 group.known_loans.forget(one.package)
 
 

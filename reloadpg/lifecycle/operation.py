@@ -22,8 +22,8 @@ from .. import c10d
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
 from ..groups.borrowed import lend
 from ..groups.creation import HANDED_OVER
+from ..groups.managed import ManagedGroup
 from ..groups.offloaded import UnderWay
-from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.sets import ALL, Chosen
@@ -55,7 +55,7 @@ TOUCHING = ("suspended", "released", "resumed", "agreed", "rebuilt", "done")
 _DEFAULTS = Options(Selection.of(None, 2, True), StrategyPolicy("recreate"), timedelta(minutes=5))
 """The options of an operation that does nothing, because the library is off."""
 
-Action = Callable[[ReloadableProcessGroup, Attempt, int], object]
+Action = Callable[[ManagedGroup, Attempt, int], object]
 
 
 class Operation:
@@ -101,9 +101,9 @@ class Operation:
         self.is_running = False
         self._completed = False
         self._current: dict[int, str] = {}
-        self._took: dict[ReloadableProcessGroup, tuple[float, float]] = {}  # begin and duration
+        self._took: dict[ManagedGroup, tuple[float, float]] = {}  # begin and duration
         self._to_do = 0
-        self._reserved: list[ReloadableProcessGroup] = []
+        self._reserved: list[ManagedGroup] = []
         self._under_way: UnderWay | None = None
 
     def begin(self) -> None:
@@ -152,7 +152,7 @@ class Operation:
         if self.opened:
             saving = self._saves().values()
             for group in self.changes.groups:
-                if group not in saving and (self.name == "offload" or not group.is_live):
+                if group.proxy not in saving and (self.name == "offload" or not group.is_live):
                     self._reserved.append(group)
                     group.reserve(under_way)
 
@@ -164,7 +164,9 @@ class Operation:
     def _saves(self) -> dict[futures.Future[object], ProcessGroup]:
         """The asynchronous saves on groups whose backend of the CPU will be released. Local."""
         groups = self.changes.groups if self.name == "offload" else []
-        return c10d.saves_on([g for g in groups if g.is_live and "cpu" in g.construction.selected])
+        return c10d.saves_on(
+            [g.proxy for g in groups if g.is_live and "cpu" in g.construction.selected]
+        )
 
     def doing(self, index: int = -1) -> str:
         """The group that a thread processes, otherwise those of all threads, for messages."""
@@ -239,7 +241,7 @@ class Operation:
     def each(
         self,
         phase: str,
-        groups: Sequence[ReloadableProcessGroup],
+        groups: Sequence[ManagedGroup],
         action: Action,
         parallelism: int | None = None,
     ) -> None:
@@ -279,9 +281,9 @@ class Operation:
 
     def _work(
         self,
-        left: deque[ReloadableProcessGroup],
+        left: deque[ManagedGroup],
         action: Action,
-        took: dict[ReloadableProcessGroup, tuple[float, float]],
+        took: dict[ManagedGroup, tuple[float, float]],
         attempt: Attempt,
         index: int,
     ) -> None:
@@ -309,9 +311,7 @@ class Operation:
         """Return the callbacks that were registered for a set of this operation."""
         return [one for one in callbacks if self.changes.concerned.overlaps(one.sets)]
 
-    def of_generations(
-        self, groups: Sequence[ReloadableProcessGroup], moment: str
-    ) -> list[Callback]:
+    def of_generations(self, groups: Sequence[ManagedGroup], moment: str) -> list[Callback]:
         """Return the calls of ``on_generation`` for these groups, in the order that members share.
 
         Args:
@@ -319,14 +319,14 @@ class Operation:
             moment: ``before`` their generations end, or ``after`` the next ones are live.
         """
 
-        def call(function: Callable[..., object], group: ReloadableProcessGroup) -> None:
+        def call(function: Callable[..., object], group: ManagedGroup) -> None:
             if group.is_live:  # an earlier callback may have destroyed it
-                function(group, lend(group))
+                function(group.proxy, lend(group))
 
         return [
             Callback(f"{one.name} for {group!r}", partial(call, function, group), ALL)
             for group in groups
-            for one in callbacks.of_generations(group)
+            for one in callbacks.of_generations(group.proxy)
             if (function := getattr(one, moment)) is not None
         ]
 

@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..groups.borrowed import borrowed
-from ..groups.proxy import ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
-from ..reports import Borrowed, Fault, GroupReport, HolderReport, Report, Span
+from ..reports import Borrowed, GroupReport, HolderReport, RankFault, Report, Span
 from . import memory
 from .callbacks import callbacks
 from .job import Job
@@ -32,7 +32,7 @@ class Record:
         self.groups: list[GroupReport] = []
         self.warnings: list[str] = []
         self.holders: list[HolderReport] = []
-        self.faults: tuple[Fault, ...] = ()
+        self.faults: tuple[RankFault, ...] = ()
         self.replaced: tuple[int, ...] = ()
         self._started = time.perf_counter()
         self._spans: list[Span] = []
@@ -55,9 +55,9 @@ class Record:
             if measure:
                 self.measure(phase)
 
-    def add(self, group: ReloadableProcessGroup, begun: float, ms: float, choice: Choice) -> None:
+    def add(self, group: ManagedGroup, begun: float, ms: float, choice: Choice) -> None:
         """Record a group, its begin (``time.perf_counter()``) and duration, also in its history."""
-        if any(report.name == group.group_name for report in self.groups):
+        if any(report.name == group.name for report in self.groups):
             return  # first resumed, then connected
         history = group.history
         if self.operation == "offload":
@@ -67,10 +67,10 @@ class Record:
             history.reload_ms = ms
         self.groups.append(
             GroupReport(
-                group.group_name,
-                group.group_desc,
+                group.name,
+                group.desc,
                 group.construction.backend,
-                group.size(),
+                group.construction.size,
                 choice.strategy,
                 ms,
                 (begun - self._started) * 1e3,

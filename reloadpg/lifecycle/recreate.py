@@ -10,20 +10,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from .. import c10d
 from ..errors import ReloadpgError
 from ..groups.creation import Construction
-from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
+from ..groups.offloaded import GroupState
+from ..groups.proxy import ReloadableProcessGroup, managed
 from ..rendezvous.worker_thread import Attempt, Task, Wait
 from . import holders
 from .callbacks import callbacks
 from .connect import Connect, check_group, connect_group, connects_alone
 from .job import Job, Unfinished
 from .operation import Operation
-from .suspend import communicators
+from .suspend import released_backends
 
 _ASK_S = 0.1
 """Seconds after which a thread that waits for another one checks whether it was abandoned."""
@@ -44,14 +45,14 @@ class Releases:
     released: dict[str, weakref.ref[Any]] = field(default_factory=dict)
     _aborts: bool = field(default_factory=lambda: _shares_locks(c10d.known_groups()))
 
-    def release(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+    def release(self, group: ManagedGroup, attempt: Attempt, index: int) -> None:
         """Destroy the communicator of a live group. Blocking; an action of an operation."""
         with attempt as wanted:
             if not wanted:
                 return
             inner = group.communicator
             parts = _parts(inner, group.construction)
-            locks = c10d.shares_lock(communicators(inner, group.construction))
+            locks = c10d.shares_lock(released_backends(inner, group.construction))
             aborts = self._aborts and locks
             self.job.doomed[group] = repr(group), parts
             group.detach()
@@ -90,9 +91,8 @@ class Releases:
 def _shares_locks(groups: Iterable[ProcessGroup]) -> bool:
     """Whether torch may have split a communicator of this process from another one. Local."""
     for group in groups:
-        if isinstance(group, ReloadableProcessGroup) and (
-            group.replayed or group.communicator is None
-        ):
+        known = managed(group)
+        if known is not None and (known.replayed or known.communicator is None):
             continue
         if c10d.shares_lock(c10d.live_backends(group, list(c10d.device_backends(group))).values()):
             return True
@@ -109,10 +109,10 @@ class Rebuilds:
         self._label = op.round.label
         self._notified = op.round.notified
         self._connect = connect
-        self._created: dict[ReloadableProcessGroup, threading.Event] = {}
-        self._after: dict[ReloadableProcessGroup, threading.Event] = {}
+        self._created: dict[ManagedGroup, threading.Event] = {}
+        self._after: dict[ManagedGroup, threading.Event] = {}
 
-    def prepare(self, groups: Sequence[ReloadableProcessGroup]) -> None:
+    def prepare(self, groups: Sequence[ManagedGroup]) -> None:
         """Record the groups to create, in order, and their names in the store.
 
         Torch writes a group's name, ranks and timeout into the caller's options object, where the
@@ -128,7 +128,7 @@ class Rebuilds:
                     self._after[group] = last[id(options)]
                 last[id(options)] = created
 
-    def rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+    def rebuild(self, group: ManagedGroup, attempt: Attempt, index: int) -> None:
         """Recreate the communicator of an offloaded group; an action of an operation.
 
         If possible without a collective, the same thread also connects it, since only this thread
@@ -146,18 +146,18 @@ class Rebuilds:
         if self._connect != "none" and not attempt.abandoned and connects_alone(group):
             connect_group(group)
 
-    def check(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+    def check(self, group: ManagedGroup, attempt: Attempt, index: int) -> None:
         check_group(group, self._connect)
 
-    def _rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+    def _rebuild(self, group: ManagedGroup, attempt: Attempt, index: int) -> None:
         if attempt.abandoned:  # its name and store client belong to an operation that has ended
             return
         made = group.construction
         store = self._store(index, made)
-        device: torch.device | None = group.bound_device_id
+        device = group.device
         if device is not None and device.type not in made.devices:
             device = None  # torch binds a split to the default group's device
-        with c10d.Unseen(), c10d.name_freed(group) if made.is_handed_over else nullcontext():
+        with c10d.Unseen(), c10d.name_freed(group.proxy) if made.is_handed_over else nullcontext():
             # A recovery also aborts the backends that stay alive in an offload.
             inner = made.replay(self._name(group), store, device, whole=group.kept is None)
         if made.is_handed_over and (
@@ -190,17 +190,17 @@ class Rebuilds:
             store if construction.is_world else PrefixStore(f"{c10d.name_of(self._world)}/", store)
         )
 
-    def _name(self, group: ReloadableProcessGroup) -> str:
+    def _name(self, group: ManagedGroup) -> str:
         return group.construction.name_of_generation(f"{self._generation}.{self._label}")
 
 
 def rebuild(
     op: Operation,
     job: Job,
-    gone: Sequence[ReloadableProcessGroup],
+    gone: Sequence[ManagedGroup],
     connect: Connect,
     *,
-    kept: Sequence[ReloadableProcessGroup] = (),
+    kept: Sequence[ManagedGroup] = (),
 ) -> None:
     """Rebuild the groups in ``gone``, call the callbacks, and commit. Collective, with timeouts.
 
@@ -231,7 +231,7 @@ def rebuild(
     op.complete("" if op.record.groups else "no reloadable group here")
 
 
-def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ReloadableProcessGroup]) -> None:
+def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) -> None:
     spent = [key for group in groups for key in spent_keys(group, op.world)]
     if not spent or job.rendezvous.alone:
         return
@@ -245,7 +245,7 @@ def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ReloadableProce
         job.rendezvous.ask_root(delete, Wait(op.name, op.round.seconds, op.round.phase))
 
 
-def spent_keys(group: ReloadableProcessGroup, world: ProcessGroup) -> list[str]:
+def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:
     """List the keys in the job's store that no rank reads any more, each once.
 
     Call it before a rebuild, when no member uses the earlier generations.
@@ -265,7 +265,7 @@ def spent_keys(group: ReloadableProcessGroup, world: ProcessGroup) -> list[str]:
 
 def abort(
     job: Job,
-    groups: Sequence[ReloadableProcessGroup],
+    groups: Sequence[ManagedGroup],
     state: GroupState,
     reason: str = "",
     *,
@@ -330,4 +330,4 @@ def _discard(inner: ProcessGroup) -> None:
 
 def _parts(inner: ProcessGroup, construction: Construction) -> list[Any]:
     """List the parts of a live group to release: the group, or the selected backends if mixed."""
-    return communicators(inner, construction) if construction.is_mixed else [inner]
+    return released_backends(inner, construction) if construction.is_mixed else [inner]

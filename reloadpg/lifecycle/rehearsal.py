@@ -56,12 +56,12 @@ def _cycle(world: ProcessGroup, backend: str, place: Order | None) -> None:
         _expect(entry[0] == name and dict(entry[3]) == devices, f"torch's tables have {entry}")
         group = ReloadableProcessGroup(inner, made)
     try:
-        group.detach().shutdown()
+        group._managed.detach().shutdown()
         _expect(_refuses(group), "a collective on an offloaded group raised no error")
         with c10d.Unseen():
             rebuilt = made.replay(f"{name}@1", store, None)
         _expect(rebuilt is not inner, "a replay returned the released group")
-        group.attach(rebuilt, 1)
+        group._managed.attach(rebuilt, 1)
         c10d.group_of_backends(0, 1, store, _backends(rebuilt, devices))  # as for a mixed group
         group.allreduce([torch.zeros(1)]).wait()
     finally:
@@ -77,7 +77,7 @@ def _backends(
     return {device: (devices[device], backend) for device, backend in live.items()}
 
 
-def _refuses(group: ReloadableProcessGroup) -> bool:
+def _refuses(group: ProcessGroup) -> bool:
     try:
         group.allreduce([torch.zeros(1)])
     except GroupOffloadedError:

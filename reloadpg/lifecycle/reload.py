@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import devices
 from ..errors import DisagreementError, InvalidOptionError
-from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
+from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..groups.sets import Chosen
 from ..rendezvous.decision import Decision
@@ -142,9 +143,9 @@ def _names(skip: Skip) -> frozenset[str]:
     given = [skip] if isinstance(skip, (str, ProcessGroup)) else list(skip)
     names = {str(getattr(one, "group_name", one)) for one in given}
     for group in registry.managed():
-        if group.group_name in names and not group.construction.is_handed_over:
+        if group.name in names and not group.construction.is_handed_over:
             raise InvalidOptionError(
-                f"reload(skip={group.group_name!r}): {group!r} was not passed to "
+                f"reload(skip={group.name!r}): {group!r} was not passed to "
                 "reloadpg.register_group(); nothing was changed. Only registered groups can be "
                 "left out: all members of the others are in this job."
             )
@@ -160,12 +161,12 @@ def _leave_out(op: Operation) -> None:
 
 def _calls(op: Operation) -> bool:
     """Whether this rank has callbacks to call, or holders to restore, after the rebuild."""
-    told = any(callbacks.of_generations(group) for group in op.changes.groups)
+    told = any(callbacks.of_generations(group.proxy) for group in op.changes.groups)
     held = holders.to_restore(op.changes.concerned)
     return told or bool(held) or bool(op.due(callbacks.reload))
 
 
-def _without_communicator(op: Operation) -> list[ReloadableProcessGroup]:
+def _without_communicator(op: Operation) -> list[ManagedGroup]:
     """The groups to rebuild. Groups that a callback has destroyed are not rebuilt."""
     skipped = op.changes.skipped
     groups = [group for group in op.changes.groups if group not in skipped]

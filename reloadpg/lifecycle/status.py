@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from .. import c10d
 from ..groups.borrowed import borrowed
-from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
+from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 from . import holders, memory
-from .engines import communicators
+from .engines import engine_communicators
 from .job import Job, jobs
 
 
@@ -68,7 +69,7 @@ def status() -> Status:
         ),
         running=running(),
         sets=_sets(job, shown),
-        kept={name: why for name, why in communicators().items() if name not in followed},
+        kept={name: why for name, why in engine_communicators().items() if name not in followed},
         borrowed=borrowed(groups),
         holders=held,
         off=registry.off,
@@ -99,13 +100,13 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
     return found
 
 
-def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
+def _group_status(group: ManagedGroup) -> GroupStatus:
     timeouts, history = group.current_timeouts(), group.history
     stats = None if jobs.busy else group.memory_stats()
     selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
     return GroupStatus(
-        group.group_name,
-        group.group_desc,
+        group.name,
+        group.desc,
         group.construction.ranks,
         group.construction.backend,
         group.state.value,

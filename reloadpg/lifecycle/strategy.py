@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from .. import c10d
 from ..errors import BorrowedError
 from ..groups.borrowed import borrowed
-from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
+from ..groups.offloaded import GroupState
 from ..groups.selection import StrategyPolicy
 from ..rendezvous.plan import SHUT_DOWN, Proposal
 from ..texts import counted, mebibytes
 from .callbacks import callbacks
 from .job import Job
-from .suspend import communicators
+from .suspend import released_backends
 
 
 @dataclass(frozen=True)
@@ -88,23 +89,23 @@ class Strategy:
         self._used: dict[str, bool] = {}
         self.extends = False
 
-    def of(self, group: ReloadableProcessGroup) -> Choice:
-        return self._choices.get(group.group_name, Choice(group.history.strategy))
+    def of(self, group: ManagedGroup) -> Choice:
+        return self._choices.get(group.name, Choice(group.history.strategy))
 
-    def planned(self, group: ReloadableProcessGroup) -> str:
+    def planned(self, group: ManagedGroup) -> str:
         """The strategy that all members of a group must expect before the choice."""
         if group.state is GroupState.DESTROYED:
             return SHUT_DOWN
         if group.is_live:
-            return self._policy.wanted(group.group_name, group.group_desc)
+            return self._policy.wanted(group.name, group.desc)
         return group.history.strategy if group.communicator is not None else "recreate"
 
-    def propose(self, groups: Sequence[ReloadableProcessGroup]) -> tuple[list[Proposal], list[str]]:
+    def propose(self, groups: Sequence[ManagedGroup]) -> tuple[list[Proposal], list[str]]:
         """Return this rank's proposals, and the groups of which it must read the other members'."""
         proposals: list[Proposal] = []
         for group in groups:
-            name = group.group_name
-            wanted = self._policy.wanted(name, group.group_desc)
+            name = group.name
+            wanted = self._policy.wanted(name, group.desc)
             stats = group.memory_stats()
             group.history.held_bytes = None if stats is None else stats.get("total", 0)
             group.history.suspended_bytes = stats.get("suspend", 0) if stats else 0
@@ -123,28 +124,26 @@ class Strategy:
             subjects += [_REFUSED, *map(_kept, self._choices)]
         return proposals, subjects
 
-    def _holder(self, group: ReloadableProcessGroup) -> str:
+    def _holder(self, group: ManagedGroup) -> str:
         """What other code holds of a group and could use after a release; empty if it is none."""
         if self._borrowed not in _PROTECTS:
             return ""
-        told = {one.package for one in callbacks.of_generations(group)}
+        told = {one.package for one in callbacks.of_generations(group.proxy)}
         held = [one for one in borrowed([group]) if one.raw and not one.ended]
         return "; ".join(str(one) for one in held if one.by.partition(".")[0] not in told)
 
-    def _protect(self, group: ReloadableProcessGroup, holder: str) -> Proposal:
+    def _protect(self, group: ManagedGroup, holder: str) -> Proposal:
         """Propose to suspend a group instead of recreating it, or to refuse the operation."""
         if self._borrowed == "suspend":
             obstacle = self._obstacle(group)
             if not obstacle:
-                return Proposal(_kept(group.group_name), holder)
+                return Proposal(_kept(group.name), holder)
             why = f"The group cannot be suspended, which would keep the pointer valid: {obstacle}."
         else:
             why = "Installed with borrowed='refuse'."
         return Proposal(_REFUSED, f"{holder}. {why}")
 
-    def decide(
-        self, groups: Sequence[ReloadableProcessGroup], proposed: Mapping[str, str]
-    ) -> list[str]:
+    def decide(self, groups: Sequence[ManagedGroup], proposed: Mapping[str, str]) -> list[str]:
         """Make the choice for each group, equal on all members, with their proposals by group name.
 
         Returns warnings of groups that are recreated instead of suspended, with the reason.
@@ -153,7 +152,7 @@ class Strategy:
             raise _refusal(proposed[_REFUSED])
         recreated: list[str] = []
         for group in groups:
-            name = group.group_name
+            name = group.name
             theirs = Choice.from_text(proposed[name]) if name in proposed else None
             mine = self._choices[name]
             if _kept(name) in proposed:  # its bytes count less than the pointer
@@ -169,20 +168,20 @@ class Strategy:
             for count in [recreated.count(reason)]
         ]
 
-    def _keep(self, group: ReloadableProcessGroup, theirs: Choice | None, holder: str) -> Choice:
+    def _keep(self, group: ManagedGroup, theirs: Choice | None, holder: str) -> Choice:
         """Keep the communicator of a group that a member has lent, or refuse the operation."""
         obstacle = self._obstacle(group)
         if theirs is not None and theirs.strategy == "recreate" and _SHORT not in theirs.reason:
             obstacle = obstacle or theirs.reason
         if obstacle:
             raise _refusal(f"{holder}. A member of the group cannot suspend it: {obstacle}.")
-        if not self._used[group.group_name]:
+        if not self._used[group.name]:
             return propose("suspend", "", used=False)
         return Choice("suspend", f"its communicator is kept: {holder}")
 
-    def _obstacle(self, group: ReloadableProcessGroup) -> str:
+    def _obstacle(self, group: ManagedGroup) -> str:
         """Why a group cannot be suspended; empty if it can."""
-        backends = communicators(group.communicator, group.construction)
+        backends = released_backends(group.communicator, group.construction)
         obstacles = [c10d.suspend_obstacle(backend) for backend in backends]
         obstacles = obstacles or ["it has no backend object"]
         return next((text for text in (*obstacles, self._job.suspend_obstacle) if text), "")
@@ -206,7 +205,7 @@ _SHORT = "an earlier suspend gave back"
 
 
 def verify(
-    groups: Sequence[ReloadableProcessGroup], before: Mapping[str, int], after: Mapping[str, int]
+    groups: Sequence[ManagedGroup], before: Mapping[str, int], after: Mapping[str, int]
 ) -> list[str]:
     """Warn if suspended groups gave back less than their communicators reported. Local.
 
@@ -240,7 +239,7 @@ _LEAST_SHARE = 0.25
 """Share of the reported bytes that a suspend must give back; other processes may allocate too."""
 
 
-def bytes_kept(groups: Sequence[ReloadableProcessGroup]) -> list[str]:
+def bytes_kept(groups: Sequence[ManagedGroup]) -> list[str]:
     """Warn of the memory that suspended communicators report as kept. Local."""
     stays = sum((g.history.held_bytes or 0) - g.history.suspended_bytes for g in groups)
     if stays <= 0:

@@ -17,42 +17,42 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..errors import InsufficientMemoryError
 from ..groups.creation import Construction
-from ..groups.proxy import ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
 from ..rendezvous.worker_thread import Attempt
 from ..texts import counted
 from . import memory
 
 
-def communicators(inner: ProcessGroup, construction: Construction) -> list[Any]:
+def released_backends(inner: ProcessGroup, construction: Construction) -> list[Any]:
     """List the backend objects of a group that are released, each once."""
     backends = c10d.live_backends(inner, construction.selected)
     return list({id(backend): backend for backend in backends.values()}.values())
 
 
-def suspend(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+def suspend(group: ManagedGroup, attempt: Attempt, index: int) -> None:
     """Suspend a live group. Blocking, collective over its members; an operation's action."""
     with attempt as wanted:
         if not wanted:
             return
         inner = group.suspend()
     if group.history.strategy == "suspend":
-        for backend in communicators(inner, group.construction):
-            c10d.suspend(backend)
+        for backend in released_backends(inner, group.construction):
+            c10d.suspend_backend(backend)
 
 
-def resume(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+def resume(group: ManagedGroup, attempt: Attempt, index: int) -> None:
     """Resume a suspended group. Blocking, collective over its members; an operation's action."""
     if attempt.abandoned:
         return
     if group.history.strategy == "suspend":
-        for backend in communicators(group.communicator, group.construction):
-            c10d.resume(backend)
+        for backend in released_backends(group.communicator, group.construction):
+            c10d.resume_backend(backend)
     with attempt as wanted:
         if wanted:
             group.resume()
 
 
-def check_room(groups: Sequence[ReloadableProcessGroup], rank: int) -> None:
+def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
     """Refuse a resume without the memory for it, which would leave its peers hanging."""
     suspended = [group for group in groups if group.history.strategy == "suspend"]
     needed = sum(group.history.suspended_bytes for group in suspended)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..groups.proxy import ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan
@@ -59,6 +59,7 @@ class Transaction:
         self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
         if offloads:
             self.concerned = due.joined(group.set_name for group in self.groups if group.is_live)
+        self._proxies = [group.proxy for group in self.groups]  # none is deleted in its course
         # Ranks that disagree on the state still have the same groups.
         self._planned = self.groups
         if name == "reload":
@@ -80,10 +81,10 @@ class Transaction:
         )
 
     @property
-    def skipped(self) -> list[ReloadableProcessGroup]:
+    def skipped(self) -> list[ManagedGroup]:
         """The groups of this rank to leave out."""
         registered = [g for g in self.groups if g.construction.is_handed_over and not g.is_live]
-        return [group for group in registered if group.group_name in self._skip]
+        return [group for group in registered if group.name in self._skip]
 
     def rebuild_all(self, generation: int) -> None:
         """Make this a reload of all groups of the chosen sets, whatever their state. Local."""
@@ -107,7 +108,7 @@ class Transaction:
         options = {name: str(value) for name, value in self._options.settings().items()}
         groups = tuple(
             GroupPlan(
-                group.group_name,
+                group.name,
                 made.ranks,
                 0 if self.whole else group.generation,
                 "recreate" if self.whole else self.strategy.planned(group),

@@ -39,7 +39,7 @@ def _read(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()
 
 
-def options_of(environ: Mapping[str, str]) -> dict[str, Any]:
+def install_options(environ: Mapping[str, str]) -> dict[str, Any]:
     """Read the variables into arguments of ``install``. Local, pure.
 
     Raises:
@@ -82,7 +82,7 @@ def invalid_values(environ: Mapping[str, str]) -> list[str]:
     found = []
     for name in NAMES:
         try:
-            options_of({name: environ.get(name, "")})
+            install_options({name: environ.get(name, "")})
             if name == LOG_LEVEL:
                 set_log_level(environ, logging.Logger("of nothing"))
         except InvalidOptionError as error:

@@ -26,7 +26,9 @@ from typing import Any
 from .. import c10d
 from ..c10d import devices
 from ..errors import PeerFailedError
-from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.managed import ManagedGroup
+from ..groups.offloaded import GroupState
+from ..groups.registry import registry
 from ..lifecycle import holders
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.job import Job, Position, jobs
@@ -34,7 +36,7 @@ from ..lifecycle.operation import PHASES, Operation
 from ..lifecycle.recreate import abort, rebuild
 from ..lifecycle.run import await_unfinished, insist, perform
 from ..rendezvous.worker_thread import Task, Wait
-from ..reports import Fault, Report
+from ..reports import RankFault, Report
 from ..settings import as_timedelta
 
 logger = logging.getLogger("reloadpg")
@@ -119,9 +121,8 @@ def recovery_requested() -> bool:
     job = jobs.current("recovery_requested")
     if job is None:
         return False
-    for group in c10d.known_groups():
-        if isinstance(group, ReloadableProcessGroup) and group.state is GroupState.FAILED:
-            return True
+    if any(group.state is GroupState.FAILED for group in registry.managed()):
+        return True
     if c10d.aborted_groups():
         return True
     return not jobs.busy and job.rendezvous.recovery_requested(_ASK_S)
@@ -212,7 +213,7 @@ def _join(op: Operation, job: Job, reason: str, report: str, seconds: float) -> 
 # -- the report of this rank --------------------------------------------------------------------
 
 
-def _fault(op: Operation, reason: str | BaseException | None, repeats: bool) -> Fault:
+def _fault(op: Operation, reason: str | BaseException | None, repeats: bool) -> RankFault:
     """The fault that this rank reports to the recovery. Local."""
     error = sys.exc_info()[1] if reason is None else reason
     text, where = "", ""
@@ -222,7 +223,7 @@ def _fault(op: Operation, reason: str | BaseException | None, repeats: bool) -> 
         _release_work(error, of_user=repeats)
     elif error is not None:
         text = str(error)[:1000]
-    return Fault(op.world.rank(), text, where, repeats=repeats)
+    return RankFault(op.world.rank(), text, where, repeats=repeats)
 
 
 def _release_work(error: BaseException, *, of_user: bool) -> None:
@@ -265,18 +266,18 @@ def _module(variables: dict[str, Any]) -> str:
     return str(variables.get("__name__", "")).partition(".")[0]
 
 
-def collectives_begun(groups: Sequence[ReloadableProcessGroup]) -> dict[str, int]:
+def collectives_begun(groups: Sequence[ManagedGroup]) -> dict[str, int]:
     """The number of collectives that this rank has started, by live group and generation."""
     found = {}
     for group in groups:
         with suppress(RuntimeError):  # not every backend counts
             if group.is_live:
-                key = f"{group.group_name}/{group.construction.ranks[0]}/{group.generation}"
-                found[key] = c10d.sequence_number(group)
+                key = f"{group.name}/{group.construction.ranks[0]}/{group.generation}"
+                found[key] = c10d.sequence_number(group.proxy)
     return found
 
 
-def longest_wait(group: ReloadableProcessGroup) -> float:
+def longest_wait(group: ManagedGroup) -> float:
     """Longest duration of a collective of the group, in seconds."""
     timeouts = group.current_timeouts().values()
     return max((one.total_seconds() for one in timeouts), default=0.0) + 10.0
@@ -299,7 +300,7 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
     for group in op.changes.groups:
-        c10d.close_coalescing(group)
+        c10d.close_coalescing(group.proxy)
     _shut_connections(op, job)
     abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object
@@ -336,7 +337,7 @@ def _agree(op: Operation, job: Job) -> None:
     op.changes.replaced = tuple(agreed["replaced"])
     op.record.replaced = tuple(agreed["new"])
     op.record.faults = tuple(
-        replace(Fault(**one), late=tuple(one["late"])) for one in agreed["faults"]
+        replace(RankFault(**one), late=tuple(one["late"])) for one in agreed["faults"]
     )
 
 

@@ -325,7 +325,7 @@ class _Module(_Part):
 
     def take(self) -> None:
         save = self._buffers.save
-        self._parameters = [(one, save(one)) for one in c10d.parameters_of(self._module)]
+        self._parameters = [(one, save(one)) for one in c10d.module_parameters(self._module)]
         self._gradients = [
             (one, one.grad, None if one.grad is None else save(one.grad))
             for one, _ in self._parameters

@@ -29,14 +29,14 @@ from ..errors import (
     ReloadpgError,
     RendezvousTimeoutError,
 )
-from ..groups.proxy import ReloadableProcessGroup
+from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..lifecycle.connect import await_device
 from ..lifecycle.job import Job, Position, jobs
 from ..lifecycle.run import notify
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
-from ..reports import Fault, Report
+from ..reports import RankFault, Report
 from ..settings import as_integer
 from ..texts import counted
 from .recovering import longest_wait, meet, recovery_requested, seconds_of
@@ -153,13 +153,13 @@ def retrying(
 def _warn_of_unused() -> None:
     """Warn of groups in whose first collective a fault could not be ended. Local."""
     unused = [
-        group
+        group.proxy
         for group in registry.managed()
         if group.is_live
-        and group.size() > 1
+        and group.construction.size > 1
         and any(
             c10d.connects_without_timeout(backend)
-            for backend in c10d.live_backends(group, group.construction.selected).values()
+            for backend in c10d.live_backends(group.proxy, group.construction.selected).values()
         )
     ]
     if unused and "unused groups" not in registry.warned:
@@ -572,7 +572,7 @@ class _Progress:
             found += [e for e in (one.__cause__, one.__context__) if e and e not in found]
         return False
 
-    def _peer_failed(self, faults: Sequence[Fault]) -> PeerFailedError:
+    def _peer_failed(self, faults: Sequence[RankFault]) -> PeerFailedError:
         causes = "; ".join(map(str, faults)).rstrip(".") or "no rank reported a reason"
         return PeerFailedError(
             f"step {self._number} failed in attempt {self.failed} of {self._rules.attempts}: "
@@ -637,4 +637,5 @@ def _seconds() -> float:
     """Timeout of a rank in a step that others have finished: the timeout of a collective."""
     options, world = registry.options, c10d.world()
     bound = options.timeout.total_seconds() if options is not None else 0.0
-    return max(bound, longest_wait(world) if isinstance(world, ReloadableProcessGroup) else 0.0)
+    group = managed(world)
+    return max(bound, 0.0 if group is None else longest_wait(group))

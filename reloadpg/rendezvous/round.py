@@ -51,10 +51,10 @@ from .store_client import (
     StoreLost,
     StoreSilent,
     absent,
-    perform,
+    execute,
     read,
 )
-from .worker_thread import Attempt, Task, Wait, logger, seconds_of
+from .worker_thread import Attempt, Task, Wait, logger, wait_seconds
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ class Rendezvous:
     @property
     def grace_s(self) -> float:
         """Seconds within which ranks must respond after a failure."""
-        return seconds_of(GRACE) + 2 * self.pause_s
+        return wait_seconds(GRACE) + 2 * self.pause_s
 
     @classmethod
     def of_world(
@@ -215,7 +215,7 @@ class Rendezvous:
         state, command = step(state, Join())
         # A thread that was abandoned here would publish this process again.
         while command is not None and self._joining is mine:
-            reply = perform(root, command, wait, self.pause_s, self.peers)
+            reply = execute(root, command, wait, self.pause_s, self.peers)
             state, command = step(state, Reply(state.asked, reply))
         with self._stepping:
             if not self.state.instance and self._joining is mine:
@@ -389,7 +389,7 @@ class Rendezvous:
                 if hooks and self.state.is_waiting:
                     _run_hooks("waiting", wait.operation, wait.phase, self.rank)
                     hooks = ()
-                reply = perform(root, command, wait, pause_s, self.peers, detail)
+                reply = execute(root, command, wait, pause_s, self.peers, detail)
                 number, command = self._step(Reply(number, reply))
 
         died = self.peers.dead if isinstance(event, Arrive) else None
@@ -397,7 +397,7 @@ class Rendezvous:
             with self._errors(wait):
                 self._client.ask(perform_all, wait, died)
         except PeerDied:
-            seconds = seconds_of(GRACE)
+            seconds = wait_seconds(GRACE)
             return self.drive(Decide(self.death()), Wait(wait.operation, seconds, wait.phase))
         except ReloadpgError:
             self._step(Lost())
@@ -680,7 +680,7 @@ class Round:
         return (state.epoch, state.sequence) == (self._epoch, self.sequence)
 
     def _decide(self, decision: Decision, phase: str, doing: str) -> None:
-        self._rendezvous.drive(Decide(decision), Wait(self.operation, seconds_of(GRACE), phase))
+        self._rendezvous.drive(Decide(decision), Wait(self.operation, wait_seconds(GRACE), phase))
         self._conclude(phase, doing)
 
     def _conclude(self, phase: str, doing: str = "") -> Decision:

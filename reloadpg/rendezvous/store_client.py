@@ -88,7 +88,7 @@ def absent(store: Store, stem: str, ranks: Sequence[int], most: int | None = Non
     )
 
 
-def perform(
+def execute(
     store: Store,
     command: protocol.Command,
     wait: Wait,
@@ -96,7 +96,7 @@ def perform(
     peers: Peers,
     detail: Callable[[Store], str] | None = None,
 ) -> Any:
-    """Perform a command of the protocol, and return the reply. Blocking.
+    """Execute a command of the protocol, and return the reply. Blocking.
 
     Args:
         store: the store.

@@ -43,7 +43,7 @@ _EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for running threads."""
 
 
-def seconds_of(variable: str) -> float:
+def wait_seconds(variable: str) -> float:
     """Read a number of seconds from the environment; the default if it is unset or invalid."""
     with suppress(ValueError):
         return float(os.environ.get(variable) or _SECONDS[variable])
@@ -167,7 +167,7 @@ class Wait:
         self.phase = phase
         self._started = time.monotonic()
         self._end = self._started + seconds
-        self._next_log = self.first_log_s = seconds_of(LOG_WAIT)
+        self._next_log = self.first_log_s = wait_seconds(LOG_WAIT)
 
     @property
     def waited(self) -> float:

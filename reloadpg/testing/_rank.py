@@ -55,7 +55,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
-class Job:
+class RunSpec:
     """The description of a run that is sent to its processes.
 
     Attributes:
@@ -85,7 +85,7 @@ class Job:
 # the supervisor
 
 
-def supervise(caller: Connection, job: Job) -> None:
+def supervise(caller: Connection, job: RunSpec) -> None:
     """Run a job.
 
     Sends (``time.monotonic()`` of the start, process ids) to the caller and at the end ([(exit
@@ -148,7 +148,7 @@ class _StartedRank:
 
 
 class _Supervisor:
-    def __init__(self, caller: Connection, job: Job) -> None:
+    def __init__(self, caller: Connection, job: RunSpec) -> None:
         self._caller = caller
         self._job = job
         self._ranks: list[_StartedRank] = []
@@ -307,7 +307,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _run_rank(
-    job: Job,
+    job: RunSpec,
     rank: int,
     supervisor: int,
     connection: Connection,
@@ -343,7 +343,7 @@ def _run_rank(
         os._exit(code)
 
 
-def _prepare(job: Job, rank: int) -> None:
+def _prepare(job: RunSpec, rank: int) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -364,7 +364,7 @@ def _prepare(job: Job, rank: int) -> None:
         autoinstall.activate()  # as torch does at its import
 
 
-def _call(job: Job, rank: int) -> bytes:
+def _call(job: RunSpec, rank: int) -> bytes:
     os.environ[LOADING] = "1"
     try:
         for name, file in job.modules:

@@ -23,7 +23,7 @@ from reloadpg import c10d
 from reloadpg.groups import dispatch
 from reloadpg.rendezvous.worker_thread import LibraryThread
 
-from ._sim_state import Device, Record, Settings, SimState
+from ._sim_state import Device, GroupRecord, Settings, SimState
 
 NAME = "sim"
 DEVICES = ("cpu", "privateuseone")
@@ -42,7 +42,7 @@ class Communicator:
     """
 
     def __init__(
-        self, record: Record, store: Store, settings: Settings, accelerator: Device
+        self, record: GroupRecord, store: Store, settings: Settings, accelerator: Device
     ) -> None:
         self.record = record
         self._store = store

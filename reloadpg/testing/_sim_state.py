@@ -124,7 +124,7 @@ class BarrierInfo:
 
 
 @dataclass(eq=False)
-class Record:
+class GroupRecord:
     """The record of a group, with what its communicator holds."""
 
     info: GroupInfo
@@ -249,13 +249,13 @@ class Fault:
             raise ValueError("Fault(moment='waiting'): nothing can be raised there")
 
     def matches(
-        self, at: FaultPoint, operation: str, record: Record | BarrierInfo, moment: FaultMoment
+        self, at: FaultPoint, operation: str, record: GroupRecord | BarrierInfo, moment: FaultMoment
     ) -> bool:
         if (at, moment) != (self.at, self.moment) or self.operation not in (None, operation):
             return False
         if self.rank not in (None, record.global_rank):
             return False
-        if self.group is None or not isinstance(record, Record):
+        if self.group is None or not isinstance(record, GroupRecord):
             return True
         pattern, info = self.group, record.info
         return fnmatchcase(info.name, pattern) or fnmatchcase(info.desc, pattern)
@@ -332,21 +332,21 @@ class Device:
         self.lock = threading.RLock()
         self.settings = Settings()
         self.capacity: int | None = None
-        self._live: dict[int, Record] = {}
-        self._ended: deque[Record] = deque(maxlen=_KEPT)
+        self._live: dict[int, GroupRecord] = {}
+        self._ended: deque[GroupRecord] = deque(maxlen=_KEPT)
         self._counts = dict.fromkeys((one.name for one in fields(Stats)), 0)
         self._faults: list[InjectedFault] = []
 
     # -- memory and counters ---------------------------------------------------------------------
 
-    def open(self, record: Record) -> None:
+    def open(self, record: GroupRecord) -> None:
         with self.lock:
             self._counts["live"] += 1
             self._counts["created"] += 1
             record.change(serial=self._counts["created"])
             self._live[record.info.serial] = record
 
-    def rename(self, record: Record, **names: str) -> None:
+    def rename(self, record: GroupRecord, **names: str) -> None:
         with self.lock:
             record.change(**names)
 
@@ -356,7 +356,7 @@ class Device:
         with self.lock:
             return None if self.capacity is None else self.capacity - self._counts["held_bytes"]
 
-    def connect(self, record: Record, size: int, persistent: int) -> None:
+    def connect(self, record: GroupRecord, size: int, persistent: int) -> None:
         """Take ``size`` bytes of real memory, of which a suspend leaves ``persistent``."""
         with self.lock:
             self._take(size)
@@ -366,7 +366,7 @@ class Device:
             record.change(state=SimState.CONNECTED)
             self._counts["connected"] += 1
 
-    def suspend(self, record: Record, *, works: bool) -> None:
+    def suspend(self, record: GroupRecord, *, works: bool) -> None:
         with self.lock:
             if works and record.memory is not None:
                 memory, record.memory = record.memory, None
@@ -375,7 +375,7 @@ class Device:
             record.change(state=SimState.SUSPENDED)
             self._counts["suspended"] += 1
 
-    def resume(self, record: Record) -> None:
+    def resume(self, record: GroupRecord) -> None:
         with self.lock:
             missing = record.suspendable_bytes if record.memory is None else 0
             self._take(missing)
@@ -394,12 +394,12 @@ class Device:
         self._counts["held_bytes"] += size
         self._counts["peak_bytes"] = max(self._counts["peak_bytes"], self._counts["held_bytes"])
 
-    def used(self, record: Record) -> None:
+    def used(self, record: GroupRecord) -> None:
         with self.lock:
             record.change(collectives=record.info.collectives + 1)
             self._counts["collectives"] += 1
 
-    def close(self, record: Record, state: SimState) -> None:
+    def close(self, record: GroupRecord, state: SimState) -> None:
         """Return the memory to the operating system. Idempotent: the first state counts."""
         with self.lock:
             if not record.is_open:
@@ -444,7 +444,7 @@ class Device:
         self,
         at: FaultPoint,
         operation: str,
-        record: Record | BarrierInfo,
+        record: GroupRecord | BarrierInfo,
         moment: FaultMoment = "before",
     ) -> None:
         """Run the faults that match this event, in the order of their injection."""
@@ -456,13 +456,13 @@ class Device:
                 for handle in self._faults
                 if handle.fault.matches(at, operation, record, moment) and handle.strikes()
             ]
-        if isinstance(record, Record):
+        if isinstance(record, GroupRecord):
             when = "after" if moment == "after" else "at"
             where = f"{when} {at} of {record}, in {operation}"
         else:
             where = f"{moment} {at} {operation}"
         for handle in due:
-            handle.act(where, record.info if isinstance(record, Record) else record)
+            handle.act(where, record.info if isinstance(record, GroupRecord) else record)
 
 
 def _length(memory: mmap.mmap | None) -> int:

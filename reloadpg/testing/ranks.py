@@ -42,7 +42,7 @@ from ..settings import as_integer, as_timedelta
 from ..texts import counted
 from . import _rank
 from . import standins as standin_libraries
-from ._rank import Job
+from ._rank import RunSpec
 from ._tracebacks import without_runner
 
 _START_LIMIT = 180.0
@@ -209,7 +209,7 @@ def run_ranks(
         _standins(standins, directory) as common,
     ):
         variables = {**common, **env}
-        job = Job(
+        job = RunSpec(
             call=call,
             modules=modules,
             preload=tuple(preload),
@@ -382,7 +382,7 @@ def _run_directory() -> Iterator[Path]:
 # a run
 
 
-def _run(job: Job) -> tuple[list[RankOutcome], list[int], list[str]]:
+def _run(job: RunSpec) -> tuple[list[RankOutcome], list[int], list[str]]:
     """Return the `RankOutcome` of each rank, and the ids of processes that could not be killed."""
     started, timed_out, lost = 0.0, False, True
     pids: list[int] = []
@@ -420,7 +420,7 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int], list[str]]:
     return outcomes, left, uses
 
 
-def _start(connection: Connection, job: Job) -> BaseProcess:
+def _start(connection: Connection, job: RunSpec) -> BaseProcess:
     loaded = [name for name in _PRELOAD if name in sys.modules]
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["reloadpg.testing._preload", *loaded, "reloadpg.testing._preloaded"]
@@ -448,7 +448,7 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
 
 
 def _outcome(
-    job: Job,
+    job: RunSpec,
     rank: int,
     pid: int | None,
     started: float,

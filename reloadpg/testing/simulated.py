@@ -47,9 +47,9 @@ from ._sim_state import (
     Device,
     Fault,
     GroupInfo,
+    GroupRecord,
     InjectedFault,
     InjectedFaultError,
-    Record,
     SimState,
     Stats,
 )
@@ -197,7 +197,7 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
         timeout=received.timeout,
         pg_options=options,
     )
-    record, device = Record(info), _Process.device
+    record, device = GroupRecord(info), _Process.device
     settings = device.settings
     device.check("create", "create", record)
     time.sleep(settings.creation_seconds)

@@ -49,7 +49,7 @@ def _start(build: Build, timeout: float = 20.0, backend: str = "") -> Callable[[
 
 
 def _groups() -> dict[str, ProcessGroup]:
-    return {f"{c10d.name_of(one)} {c10d.desc_of(one)!r}": one for one in registry.managed()}
+    return {f"{one.name} {one.desc!r}": one.proxy for one in registry.managed()}
 
 
 def _device() -> torch.device:
@@ -140,7 +140,7 @@ def _priming(rank: int, world_size: int, build: Build) -> None:
 
 def _waiting(rank: int, world_size: int, build: Build) -> None:
     _start(build, timeout=_MISSING_S)
-    last, store = world_size - 1, c10d.store_of(registry.managed()[0])
+    last, store = world_size - 1, c10d.store_of(registry.managed()[0].proxy)
     if rank == last:  # late, by less than the timeout
         time.sleep(_MISSING_S / 2)
     reloadpg.offload()

@@ -226,7 +226,7 @@ def _cost_of_creations(rank, world_size):
         ranks = [0, 9_999]
         group = dist.new_group(ranks)
         ranks[0] = 5
-        facts["replays"] = group.construction.call.args
+        facts["replays"] = group._managed.construction.call.args
         by_hand, _ = dist.distributed_c10d._new_process_group_helper(
             *(2, 1, [0, 9_999], "fake", FakeStore(), "by hand"), timeout=timedelta(seconds=60)
         )

@@ -30,7 +30,14 @@ def test_every_name_of_process_group_is_known():
 def test_no_name_is_defined_that_the_installed_torch_lacks():
     """Torch checks whether some groups have a method, and calls it."""
     own = {name for name in vars(dispatch.Dispatch) if not name.startswith("__")}
-    assert own - NAMES == {"_calls", "_coalescing"}
+    assert own - NAMES == {"_coalescing"}
+
+
+def test_the_proxy_is_a_process_group_and_nothing_else():
+    """Beyond torch's names it has two attributes, and the names that torch looks up from C++."""
+    looked_up = {"getBackendName", "getGroupDesc", "getGroupName", "getRank", "getSize"}
+    public = {name for name in dir(ReloadableProcessGroup) if not name.startswith("_")}
+    assert public - NAMES == {"generation", "state", *looked_up}
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - dispatch.INHERITED))
@@ -100,7 +107,7 @@ def test_a_missing_work_of_the_inner_group_does_not_reach_cpp():
         dist.all_reduce(tensor, group=group)
     work.wait()
     asynchronous = dist.all_reduce(tensor, group=group, async_op=True)
-    assert len(group.communicator.calls) >= 5
+    assert len(group._managed.communicator.calls) >= 5
     assert asynchronous.is_completed()
     work = dispatch.COMPLETED_WORK
     assert work.is_completed()
@@ -117,7 +124,7 @@ def test_a_coalescing_is_ended_on_the_group_on_which_it_was_started(call):
     """
     _start()
     group = dist.new_group([0, 1], backend="inner")
-    inner, cpu = group.communicator, torch.device("cpu")
+    inner, cpu = group._managed.communicator, torch.device("cpu")
     with dist.distributed_c10d._coalescing_manager(group, cpu):
         {"offload": reloadpg.offload}.get(call, lambda: getattr(group, call)())()
     assert [one for one in inner.calls if "coalescing" in one] == [
@@ -153,7 +160,12 @@ def test_a_batch_on_a_reloadable_group_is_coalesced():
     group = dist.new_group([0, 1], backend="inner")
     for work in dist.batch_isend_irecv(_batch(group)):
         work.wait()
-    assert group.communicator.calls == ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    assert group._managed.communicator.calls == [
+        "_start_coalescing",
+        "send",
+        "recv",
+        "_end_coalescing",
+    ]
     for wrong in ([], "ops", [1]):  # type and message of the error are torch's
         with pytest.raises(Exception) as plain:
             early(wrong)
@@ -178,11 +190,11 @@ def test_hooks_and_timing_of_the_live_group_are_set_on_each_generation():
     group._enable_collectives_timing()
     group._register_on_completion_hook(lambda _: None)
     for _ in range(2):
-        before = group.communicator.calls
+        before = group._managed.communicator.calls
         reloadpg.offload()
         reloadpg.reload()
-        assert group.communicator.calls is not before
-        assert group.communicator.calls == [
+        assert group._managed.communicator.calls is not before
+        assert group._managed.communicator.calls == [
             "_enable_collectives_timing",
             "_register_on_completion_hook",
         ]
@@ -194,7 +206,7 @@ def test_a_shutdown_waits_for_pending_work_and_an_abort_does_not():
     _start()
     for how, calls in (("shutdown", ["_wait_for_pending_works", "shutdown"]), ("abort", ["abort"])):
         group = dist.new_group([0, 1], backend="inner")
-        inner = group.communicator
+        inner = group._managed.communicator
         group._register_on_completion_hook(lambda _: None)
         inner.calls.clear()
         getattr(group, how)()

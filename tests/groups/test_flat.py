@@ -94,7 +94,7 @@ def _many_cycles(rank, world_size, cycles):
     names = [group.group_name for group in groups]
     measured, inner_names = {}, []
     for cycle in range(1, cycles + 1):
-        inner_names = [group.communicator.group_name for group in groups]
+        inner_names = [group._managed.communicator.group_name for group in groups]
         reloadpg.offload()
         reloadpg.reload()
         assert [summed(group, rank) for group in groups] == [3] * len(groups)

@@ -69,7 +69,7 @@ def _job(rank, world_size, reloadable):
     results = {}
     for cycle in range(4 if reloadable else 1):
         if cycle:
-            inner = [weakref.ref(group.communicator) for group in held]
+            inner = [weakref.ref(group._managed.communicator) for group in held]
             reloadpg.offload()
             assert [ref() for ref in inner] == [None] * len(held)
             reloadpg.reload()

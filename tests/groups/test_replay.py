@@ -118,7 +118,7 @@ def _received(rank, world_size):
         facts["WORLD"].append(inner.pop(0))
         labels = [
             order[group.group_name]
-            for group in sorted(groups.values(), key=lambda group: group.construction.order)
+            for group in sorted(groups.values(), key=lambda one: one._managed.construction.order)
         ]
         facts["generations"].append(dict(zip(labels, zip(calls, inner, strict=True), strict=True)))
     facts["first"], facts["given"] = first, given
@@ -215,8 +215,8 @@ def test_what_was_set_on_the_live_group_holds():
         assert not SYMMETRIC_MEMORY or pair.use_pg_for_symm_mem_rendezvous
         reloadpg.reload()
         assert [_timeout(group) for group in groups] == [71, 72, 80 + cycle]
-        assert pair.communicator.group_desc == "after"
-        assert not SYMMETRIC_MEMORY or pair.communicator.use_pg_for_symm_mem_rendezvous
+        assert pair._managed.communicator.group_desc == "after"
+        assert not SYMMETRIC_MEMORY or pair._managed.communicator.use_pg_for_symm_mem_rendezvous
 
 
 # ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from worlds import BACKEND, TIMEOUT, init
 
 import reloadpg
 from reloadpg.errors import InvalidOptionError
+from reloadpg.extend import managed
 
 pytestmark = pytest.mark.matrix
 
@@ -68,11 +69,11 @@ def test_a_group_belongs_to_the_set_of_the_nearest_caller_that_a_rule_matches(se
         sys.modules["helper"].make(ranks),
     ]
     expected = {**dict.fromkeys(NAMES, "trainer"), **expected}
-    found = {n: getattr(g, "set_name", None) for n, g in zip(NAMES, made, strict=True)}
-    assert found == expected
+    known = [managed(group) for group in made]
+    assert dict(zip(NAMES, [one and one.set_name for one in known], strict=True)) == expected
     status = reloadpg.status()
     assert {group.name: group.set for group in status.groups} == {
-        group.group_name: group.set_name for group in made if hasattr(group, "set_name")
+        one.name: one.set_name for one in known if one is not None
     }
     assert status.unmanaged == {}
     reasons = [group.reason for group in status.bypassed_groups]
@@ -103,7 +104,7 @@ def test_a_region_overrides_rules(sets, in_region, by_rule):
         raise ZeroDivisionError
     made.append(reloadpg.region("critic")(dist.new_group)(ranks))
     made += [dist.new_group(ranks), engine.direct(ranks)]
-    names = [getattr(group, "set_name", None) for group in made]
+    names = [known and known.set_name for known in map(managed, made)]
     assert names == ["trainer", in_region, "critic", in_region, None, "critic", "trainer", by_rule]
     assert reloadpg.status().unmanaged == {}
 
@@ -122,4 +123,4 @@ def test_a_registered_group_joins_the_set_of_the_region():
         group = dist.new_group([0, 1])
     with reloadpg.region("weights"):
         group = reloadpg.register_group(group, rebuild=lambda: None)
-    assert group.set_name == "weights"
+    assert group._managed.set_name == "weights"

@@ -140,7 +140,7 @@ def test_a_query_returns_a_backend_whose_every_use_raises(rank):
             use()
         assert caught.value.operation == name
     c10d._set_pg_timeout(timedelta(seconds=41), kept)
-    kept.set_timeout(timedelta(seconds=42))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=42), kept)
     # With torchcomms installed, torch asks a group for its backends before it destroys it.
     c10d._TORCHCOMM_AVAILABLE, c10d._BackendWrapper = True, _NotOurs
     dist.destroy_process_group(gone)
@@ -175,7 +175,7 @@ def test_finished_work_and_refused_tensors_are_unchanged(rank):
     tensor = torch.tensor([2**rank])
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
-    inner = weakref.ref(dist.group.WORLD.communicator)
+    inner = weakref.ref(dist.group.WORLD._managed.communicator)
     reloadpg.offload()
     untouched = torch.tensor([5.0, 6.0])
     with pytest.raises(GroupOffloadedError):
@@ -303,9 +303,9 @@ def test_repeated_and_early_calls_do_nothing(rank):
     assert _did(reloadpg.offload(), reloadpg.reload()) == [False, False]
     worlds.init(timeout=TIMEOUT)
     pair = dist.new_group([0, 1])
-    inner = pair.communicator
+    inner = pair._managed.communicator
     assert _did(reloadpg.reload(), reloadpg.reload()) == [False, False]
-    assert pair.communicator is inner
+    assert pair._managed.communicator is inner
     del inner
     assert _did(*(reloadpg.offload() for _ in range(3))) == [True, False, False]
     assert (reloadpg.status().state, pair.state, reloadpg.status().cycles) == (

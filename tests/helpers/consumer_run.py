@@ -112,7 +112,7 @@ class Run:
             return inside() if inside is not None else None
         groups, before = managed(), {id(group) for group in tables().pg_map}
         assert self.cycles or "default_pg" in {group.group_desc for group in groups}
-        inner = {group.group_name: weakref.ref(group.communicator) for group in groups}
+        inner = {group.group_name: weakref.ref(group._managed.communicator) for group in groups}
         released = reloadpg.offload()
         assert len(released.groups) == len(groups)
         assert [name for name, ref in inner.items() if ref() is not None] == []
@@ -140,7 +140,7 @@ class Run:
             assert (str(group.state), group.generation) == ("live", len(self.cycles))
             assert resolve(group.group_name) is group
             assert group in tables().pg_map
-            assert group.communicator not in tables().pg_map
+            assert group._managed.communicator not in tables().pg_map
         added = [group for group in tables().pg_map if id(group) not in before]
         assert len(added) == len(rebuilt.groups) - len(released.groups)
         return result

@@ -223,7 +223,9 @@ class Job:
 
     def snapshot(self) -> list[Any]:
         """The observable state, for comparison with that after an operation without effect."""
-        groups = [(str(g.state), g.generation, id(g.communicator)) for g in self.groups.values()]
+        groups = [
+            (str(g.state), g.generation, id(g._managed.communicator)) for g in self.groups.values()
+        ]
         return [*groups, reloadpg.status().generation]
 
     def states(self) -> set[str]:
@@ -243,7 +245,7 @@ class Job:
         return True
 
     def inner(self) -> list[weakref.ref[Any]]:
-        return [weakref.ref(group.communicator) for group in self.groups.values()]
+        return [weakref.ref(group._managed.communicator) for group in self.groups.values()]
 
     def cycle(self) -> None:
         """Offload and reload; check generations, sums, and that the old communicators are freed."""

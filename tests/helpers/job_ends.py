@@ -398,9 +398,12 @@ class Player:
         proxies = [one for one in groups if isinstance(one, reloadpg.ReloadableProcessGroup)]
         assert proxies
         assert {str(one.state) for one in proxies} == {wanted}
-        assert all((one.communicator is not None) == (cell.state == "suspended") for one in proxies)
+        assert all(
+            (one._managed.communicator is not None) == (cell.state == "suspended")
+            for one in proxies
+        )
         for one in proxies:
-            self.names.update(one.names_in_store)
+            self.names.update(one._managed.names_in_store)
 
     @contextmanager
     def _fault(self, call: Any, *, ranks: tuple[int, ...], nth: int) -> Iterator[None]:

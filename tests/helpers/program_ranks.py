@@ -167,9 +167,9 @@ class Interpreter:
 
     def _offload(self, _: int, fault: list[Any] | None) -> list[Any]:
         inner = [
-            weakref.ref(group.communicator)
+            weakref.ref(group._managed.communicator)
             for group in self._groups.values()
-            if isinstance(group, reloadpg.ReloadableProcessGroup) and group.is_live
+            if isinstance(group, reloadpg.ReloadableProcessGroup) and group._managed.is_live
         ]
         return self._operate(reloadpg.offload, fault, inner)
 

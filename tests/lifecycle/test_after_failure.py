@@ -101,7 +101,7 @@ def test_a_second_interrupt_leaks_no_communicator() -> None:
     run._ABORT_S = 60.0  # the interrupt comes while the failed operation waits for the aborts
     job = Job("sim", subgroups=[(0, 1)] * 8, parallelism=1)
     # A communicator that is referenced elsewhere is released only by an abort.
-    others = [group.communicator for group in job.groups.values()]
+    others = [group._managed.communicator for group in job.groups.values()]
     simulated.inject(simulated.Fault("release", operation="shutdown"))
     again = signalling(signal.SIGINT, KeyboardInterrupt())
     simulated.inject(simulated.Fault("release", "call", operation="abort", call=lambda _: again()))

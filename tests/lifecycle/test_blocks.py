@@ -255,7 +255,7 @@ def test_a_region_decorates_a_coroutine_function():
         await asyncio.sleep(0)
         return dist.new_group([0, 1])
 
-    assert asyncio.run(create()).set_name == "engine"
+    assert asyncio.run(create())._managed.set_name == "engine"
 
 
 def _generator():

@@ -91,11 +91,11 @@ def test_cycles_cause_no_warning_of_torch() -> None:
     mixed = dist.new_group([0, 1], backend="cpu:gloo,cuda:gloo")
     for _ in range(2):
         for one in (group, mixed, dist.group.WORLD):
-            one.communicator._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+            one._managed.communicator._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
         reloadpg.offload()
         reloadpg.reload()
     for one in (group, mixed):
-        one.communicator._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+        one._managed.communicator._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
         dist.destroy_process_group(one)
     dist.destroy_process_group()
     """

@@ -70,7 +70,7 @@ def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> N
         with pytest.raises(reloadpg.errors.PendingError, match=r"\(wait=False\) is still running"):
             pending.result(timeout=0)
         assert (dist.get_rank(first), dist.get_world_size(first)) == (rank, 2)
-        assert {group.is_live for group in groups} == {True, False}
+        assert {group._managed.is_live for group in groups} == {True, False}
         fault.clear()
         report = pending.result()
         assert (report.operation, report.changed, len(report.groups)) == (operation, True, 4)

@@ -141,10 +141,10 @@ def collective_stalls(job: Job) -> None:
         assert eventually(reloadpg.recovery.recovery_requested)
 
     fault = Fault("collective", "call", rank=FAULTY, operation="allreduce", call=stall)
-    job.ring.set_timeout(PATIENCE if job.rank == FAULTY else IMPATIENCE)
+    dist.distributed_c10d._set_pg_timeout(PATIENCE if job.rank == FAULTY else IMPATIENCE, job.ring)
     with simulated.inject(fault):
         assert attempt(lambda: all_reduce(job.ring)).text
-    job.ring.set_timeout(PATIENCE)
+    dist.distributed_c10d._set_pg_timeout(PATIENCE, job.ring)
 
 
 def abort_raises(job: Job) -> None:
@@ -205,9 +205,9 @@ def test_an_abort_that_stalls_is_named_and_releases_its_memory_at_its_end(
     first = job.ring.group_name
     stall = simulated.inject(Fault("release", "stall", rank=FAULTY, operation="abort", group=first))
     # The peers of a rank that does not abort have to wait for the timeout of the collective.
-    job.ring.set_timeout(IMPATIENCE)
+    dist.distributed_c10d._set_pg_timeout(IMPATIENCE, job.ring)
     collective_raises(job)
-    job.ring.set_timeout(PATIENCE)
+    dist.distributed_c10d._set_pg_timeout(PATIENCE, job.ring)
     report = reloadpg.recovery.recover("test")
     stalled = rank == FAULTY
     assert bool(report.unfinished) == stalled

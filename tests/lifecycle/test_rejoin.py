@@ -102,7 +102,7 @@ def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
     for group in [*job.groups.values()][1:4]:
         job.agree(f"{dist.get_process_group_ranks(group)}", group.group_name)
     # A new process, too, waits as long as a collective may take.
-    assert longest_wait(job.ring) > PATIENCE.total_seconds()
+    assert longest_wait(job.ring._managed) > PATIENCE.total_seconds()
     assert {dist.get_backend(group) for group in job.groups.values()} == {"gloo"}
     assert job.states() == {"failed" if new else "live"}
     if new:

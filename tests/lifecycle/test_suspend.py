@@ -147,7 +147,7 @@ def test_a_description_that_is_set_while_suspended_is_kept() -> None:
     reloadpg.offload()
     group._set_group_desc("renamed")
     reloadpg.reload()
-    assert group.communicator.group_desc == "renamed"
+    assert group._managed.communicator.group_desc == "renamed"
     assert job.sums()
 
 

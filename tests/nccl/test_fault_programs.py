@@ -244,7 +244,7 @@ class Player:
 
     def _set_timeout(self, timeout: timedelta) -> None:
         for group, _ in self._groups:
-            group.set_timeout(timeout)
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def is_right(self) -> bool:
         """Whether an all-reduce and a ring of transfers on every group have the right values."""

@@ -65,7 +65,7 @@ def test_the_lock_of_each_engine(engine: str, reloaded: bool, bound: bool, rank:
     backend = type(second._get_backend(device)).__name__  # type: ignore[attr-defined]
     shares = not reloaded and c10d.LOCKS[backend] is c10d.Lock.FAMILY
     with standins.inject(Fault("hang", "destroy", times=1)):
-        destroy = Running(first.communicator.shutdown)  # type: ignore[attr-defined]
+        destroy = Running(first._managed.communicator.shutdown)  # type: ignore[attr-defined]
         assert destroy.is_blocked
         other = Running(lambda: second.allreduce([torch.ones(1, device=device)]))
         assert other.is_blocked == shares

@@ -166,7 +166,7 @@ def go_wrong(rank: int, group: Any, fault: Any) -> None:
             waited.wait(0.1)
         raise AssertionError("rank 0 did not detect that rank 1 is late")
     if rank == 0:
-        group.set_timeout(SHORT)
+        dist.distributed_c10d._set_pg_timeout(SHORT, group)
         if fault != "late":
             standins.inject(Fault(fault, "collective", rank=0, times=1))
 
@@ -187,7 +187,7 @@ def test_a_step_is_repeated_whose_collective_was_aborted(
     for step in reloadpg.recovery.retrying(range(4)):
         with step as number:
             if rank == 0:
-                group.set_timeout(LIMIT)
+                dist.distributed_c10d._set_pg_timeout(LIMIT, group)
             if (number, step.attempt) == (2, 1):
                 go_wrong(rank, group, fault)
             tensor = torch.tensor([float(number + rank)]).cuda()
@@ -204,7 +204,7 @@ def test_a_batch_that_fails_does_not_stop_later_collectives(engine: str, rank: i
     summed(None, rank)
     for step in reloadpg.recovery.retrying(range(1)):
         with step:
-            group.set_timeout(SHORT if step.attempt == 1 else LIMIT)
+            dist.distributed_c10d._set_pg_timeout(SHORT if step.attempt == 1 else LIMIT, group)
             if step.attempt == 1 and rank == 1:
                 standins.inject(Fault("fail", "send", rank=1, times=1))
             mine, received = torch.tensor([float(rank)]).cuda(), torch.empty(1).cuda()
@@ -266,14 +266,14 @@ def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) 
     group: Any = dist.group.WORLD
     summed(None, rank)
     if rank == 0:
-        group.set_timeout(SHORT)
+        dist.distributed_c10d._set_pg_timeout(SHORT, group)
         dist.all_reduce(torch.ones(1).cuda())  # rank 1 does not take part
     here = pytest.raises(dist.DistBackendError, match=r"^a collective was aborted on this rank")
     with here if rank == 0 else pytest.raises(reloadpg.PeerFailedError):
         reloadpg.offload()
     assert group.state == "live"
     if rank == 0:
-        group.set_timeout(LIMIT)
+        dist.distributed_c10d._set_pg_timeout(LIMIT, group)
     reloadpg.recovery.recover()
     reloadpg.offload()
     reloadpg.reload()

@@ -1,0 +1,383 @@
+"""``ManagedGroup``: what this library knows of a reloadable group, and does with it.
+
+A :class:`~.proxy.ReloadableProcessGroup` is a ``ProcessGroup`` and nothing else. Its state, its
+settings and the steps of an offload and a reload are here, behind its one private attribute.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from .borrowed import Loans
+from .creation import Construction
+from .offloaded import GroupState, Offloaded, UnderWay
+from .sets import TRAINER
+
+if TYPE_CHECKING:
+    from ..c10d import CppBackend
+
+
+@dataclass
+class History:
+    """Record of a group's offloads and reloads.
+
+    Attributes:
+        strategy: strategy of the last release; empty before the first one.
+        held_bytes: bytes that its communicator held then, as the backend reported them, or None.
+        suspended_bytes: the part of these bytes that a suspend releases.
+        shortfall: why it is recreated from now on: a suspend gave back too little.
+    """
+
+    strategy: str = ""
+    held_bytes: int | None = None
+    suspended_bytes: int = 0
+    shortfall: str = ""
+    cycles: int = 0
+    offload_ms: float | None = None
+    reload_ms: float | None = None
+
+
+class ManagedGroup:
+    """The record of one reloadable group. Local; the lifecycle makes its steps collective.
+
+    The proxy refers to it, and not the other way round, so that the last reference to a proxy
+    deletes both at once, and the communicator with them.
+
+    Attributes:
+        construction: the record of its creation.
+        current: the live group that torch created, or the placeholder.
+        target: what the proxy dispatches to: ``current``, or a placeholder while an operation has
+            exclusive use of the group.
+        backend_name: what the proxy's ``name()`` returns.
+        desc: the group's description.
+        names_in_store: names of the generations that have keys in the job's store.
+        set_name: the set that it belongs to.
+        generation: number of reloads of its set when its communicator was built; 0 before the
+            first reload.
+        state: :class:`GroupState`.
+        last_error: why it failed; empty if it did not.
+        under_way: the operation whose threads have exclusive use of the group; None if there is
+            none.
+        replayed: whether a replay has created its communicator, which never splits another one.
+        before_end: called before the group is destroyed for good.
+        known_loans: what its callers hold of it; None if nothing was taken.
+        lends: whether its callers get objects that end with its generation, and are recorded.
+        calls: methods that were called on the live group, to repeat on the next one.
+    """
+
+    # Every member creates one instance for each of its groups. To keep that cheap, the initial
+    # values of mutable attributes are in the class.
+    set_name = TRAINER
+    generation = 0
+    state = GroupState.LIVE
+    last_error = ""
+    under_way: UnderWay | None = None
+    replayed = False
+    before_end: Callable[[], object] | None = None
+    known_loans: Loans | None = None
+    lends = True
+    _released: weakref.ref[Any] | None = None
+    _history: History | None = None
+
+    # Changes made to the live group after its creation, which are carried over to the next one.
+    calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
+    symm_mem: Any = None
+    _timeouts: Mapping[str, timedelta] = MappingProxyType({})
+
+    def __init__(self, proxy: Any, inner: ProcessGroup, construction: Construction) -> None:
+        self._proxy = weakref.ref(proxy)
+        self.current: Any = inner
+        self.target: Any = inner
+        self.construction = construction
+        self.desc = construction.desc
+        self.backend_name = inner.name()
+        self.names_in_store = [construction.name]
+
+    @property
+    def proxy(self) -> Any:
+        """The reloadable group itself. Raises ReferenceError if it was deleted."""
+        proxy = self._proxy()
+        if proxy is None:
+            raise ReferenceError(f"{self!r} was deleted")
+        return proxy
+
+    @property
+    def name(self) -> str:
+        return self.construction.name
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that the group is bound to, if any."""
+        device: torch.device | None = self.proxy.bound_device_id
+        return device
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the group owns a communicator that can be used."""
+        return self.state is GroupState.LIVE
+
+    @property
+    def history(self) -> History:
+        history = self._history
+        if history is None:  # two threads may be here at once
+            history = self.__dict__.setdefault("_history", History())
+        return history
+
+    @property
+    def loans(self) -> Loans:
+        loans = self.known_loans
+        if loans is None:
+            loans = self.__dict__.setdefault("known_loans", Loans())
+        return loans
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether completion hooks were registered."""
+        # The live group is not queried: torch writes a warning to stderr for a group without a
+        # default backend, such as a mixed group.
+        return any(name == c10d.COMPLETION_HOOK for name, *_ in self.calls)
+
+    def __repr__(self) -> str:
+        ranks = self.construction.ranks
+        shown = str(list(ranks)) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+        if self.desc not in ("", "undefined"):  # torch's default description
+            shown = f"({self.desc}) {shown}"
+        return (
+            f"<ReloadableProcessGroup {self.name!r} {shown} "
+            f"{self.construction.backend} {self.state} generation {self.generation}>"
+        )
+
+    # -- its communicator -------------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Any:
+        """The live or the suspended group that torch created; None if there is neither."""
+        return self.current.suspended if isinstance(self.current, Offloaded) else self.current
+
+    @property
+    def last_inner(self) -> Any:
+        """The group that torch created for the previous generation, if it is still referenced."""
+        return None if self._released is None else self._released()
+
+    @property
+    def kept(self) -> ProcessGroup | None:
+        """The backends that stay alive while the group is offloaded, if any."""
+        kept: ProcessGroup | None = self.target.kept
+        return kept
+
+    def release_kept(self) -> None:
+        """Drop the backends that stay alive while the group is offloaded."""
+        self.target.kept = None
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Return the bytes that the communicator reports, by NCCL's names; None if unknown.
+
+        At any time. Empty without a communicator, and for one that was never used.
+        """
+        inner = self.communicator
+        if inner is None:
+            return {}
+        totals: dict[str, int] = {}
+        backends = c10d.live_backends(inner, self.construction.selected)
+        for backend in {id(backend): backend for backend in backends.values()}.values():
+            stats = c10d.memory_stats(backend)
+            if stats is None:
+                return None
+            for name, value in stats.items():
+                totals[name] = totals.get(name, 0) + value
+        return totals
+
+    # -- its generations --------------------------------------------------------------------
+
+    def reserve(self, under_way: UnderWay | None) -> None:
+        """Restrict the group to an operation's threads; None lifts this. Idempotent."""
+        self.under_way = under_way
+        self._put(self.current)
+
+    def detach(self, state: GroupState = GroupState.OFFLOADED, reason: str = "") -> Any:
+        """Detach the live or suspended group and record its settings.
+
+        Returns:
+            The group that torch created; the caller destroys it.
+        """
+        inner = self.communicator
+        if self.is_live:
+            self._remember(inner)
+        self.state = state
+        self._put(Offloaded(self, self._kept_group(inner), reason))
+        self.last_error = reason
+        self._end_loans()
+        self._released = weakref.ref(inner)
+        c10d.drop_generation(self.proxy)
+        return inner
+
+    def attach(self, inner: ProcessGroup, generation: int) -> None:
+        """Make a rebuilt group the live one, with the settings of its predecessor."""
+        proxy = self.proxy
+        if isinstance(self.current, Offloaded) and self.current.kept is not None:
+            c10d.add_backends(inner, self._kept_backends(self.current.kept))
+        c10d.take_generation(inner, proxy)
+        c10d.set_timeouts(inner, self._timeouts)
+        if self.construction.is_world:
+            c10d.complete_ranks(inner, tuple(self.construction.devices))
+        if inner.bound_device_id != proxy.bound_device_id:
+            inner.bound_device_id = proxy.bound_device_id
+        for name, args, kwargs in self.calls:
+            getattr(inner, name)(*args, **kwargs)
+        self._make_live(inner)
+        self.replayed = not self.construction.is_handed_over
+        self.generation = generation
+
+    def suspend(self) -> Any:
+        """Replace the live group by a placeholder that keeps it; the caller suspends it."""
+        inner = self.current
+        self._remember(inner)
+        self.state = GroupState.OFFLOADED
+        self._put(Offloaded(self, self._kept_group(inner), suspended=inner))
+        return inner
+
+    def resume(self) -> None:
+        """Make the suspended group the live one again."""
+        self._make_live(self.current.suspended)
+
+    def await_members(self) -> None:
+        """Set a group that was created without backends to failed, until ``rejoin``."""
+        made = self.construction
+        self.detach(GroupState.FAILED, "This process replaces one that has ended.")
+        self.current.kept = None
+        self.current.remedy = "Call reloadpg.recovery.rejoin() once all groups are created."
+        self.backend_name = next(iter(made.devices.values()))
+        timeout = made.timeout or c10d.default_timeout(made.backend)
+        self._timeouts = dict.fromkeys(made.devices, timeout)
+
+    def fail(self, reason: str) -> None:
+        """Mark an offloaded group as failed, with the reason."""
+        self.state = GroupState.FAILED
+        self.last_error = reason
+        self.current.reason = reason
+
+    def leave_out(self, reason: str) -> None:
+        """Record why a reload leaves the group without a communicator."""
+        self.last_error = self.current.reason = reason
+
+    def clear_failure(self) -> None:
+        """Mark a failed group as offloaded, after a completed offload. Idempotent."""
+        if self.state is GroupState.FAILED:
+            self.state = GroupState.OFFLOADED
+            self.last_error = self.current.reason = ""
+
+    def destroy(self, how: Callable[[Any], object]) -> None:
+        """End the group for good. Waits for a running operation; idempotent.
+
+        Args:
+            how: destroys the group that torch created.
+        """
+        if self.under_way is not None:
+            self.under_way.wait()
+        if self.before_end is not None:
+            self.before_end()
+        placeholder = self.current if isinstance(self.current, Offloaded) else None
+        inner = self.current if placeholder is None else placeholder.kept
+        self.state = GroupState.DESTROYED
+        self._put(Offloaded(self, None))
+        self._end_loans()
+        if placeholder is not None and placeholder.suspended is not None:
+            placeholder.suspended.abort()  # a shutdown would need the peers
+        elif inner is not None:
+            how(inner)
+
+    def disown(self) -> Any:
+        """In a forked child: refuse the parent's communicator, and return all that refers to it."""
+        parents = self.current, self.target
+        self.known_loans = None
+        self.under_way = None
+        self.state = GroupState.FAILED
+        self.last_error = "This process was forked, and the communicator is its parent's."
+        self._put(Offloaded(self, None, self.last_error))
+        self.current.remedy = "Use it in the parent, or start the child with the 'spawn' method."
+        return parents
+
+    # -- its timeouts -----------------------------------------------------------------------
+
+    def current_timeouts(self) -> dict[str, timedelta]:
+        """Return the timeouts by device type: of the live group, or of the next generation."""
+        if self.is_live:
+            # Not every backend reports its timeout; a timeout that was set here is known.
+            reported = c10d.get_timeouts(self.current, tuple(self.construction.devices))
+            return {**self._timeouts, **reported}
+        return dict(self._timeouts)
+
+    def set_timeout(self, timeout: timedelta, *, kept: bool = True) -> None:
+        """Set the timeout of the backends, now or from the next generation on.
+
+        Args:
+            timeout: the new timeout.
+            kept: whether also that of the backends which stay alive in an offload.
+        """
+        devices = self.construction.devices if kept else self.construction.selected
+        timeouts = dict.fromkeys(devices, timeout)
+        live = self.current if self.is_live else self.current.kept
+        if live is not None:
+            c10d.set_timeouts(live, timeouts)
+        self._timeouts = {**self._timeouts, **timeouts}
+
+    # -- steps of the above -----------------------------------------------------------------
+
+    def _end_loans(self) -> None:
+        if self.known_loans is not None:
+            self.known_loans.end()
+
+    def _put(self, current: Any) -> None:
+        """Dispatch to this live group or placeholder from now on."""
+        target = current
+        if self.under_way is not None:
+            is_placeholder = isinstance(current, Offloaded)
+            kept = current.kept if is_placeholder else self._kept_group(current)
+            target = Offloaded(self, kept, under_way=self.under_way, current=current)
+        self.current, self.target = current, target
+        proxy = self._proxy()
+        if proxy is not None:
+            proxy._inner = target
+
+    def _make_live(self, inner: Any) -> None:
+        c10d.set_desc(inner, self.desc)
+        if self.symm_mem:
+            inner.use_pg_for_symm_mem_rendezvous = self.symm_mem
+        self._put(inner)
+        self.state = GroupState.LIVE
+        self.last_error = ""
+
+    def _remember(self, inner: Any) -> None:
+        self._timeouts = self.current_timeouts()
+        # A Python backend has no C++ backend, and torch's getter then raises.
+        with suppress(RuntimeError):
+            self.symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", self.symm_mem)
+
+    def _kept_group(self, inner: Any) -> ProcessGroup | None:
+        made = self.construction
+        if not made.is_mixed:
+            return None
+        store = c10d.store_of(self.proxy)
+        return c10d.group_of_backends(made.rank, made.size, store, self._kept_backends(inner))
+
+    def _kept_backends(self, group: ProcessGroup) -> Mapping[str, tuple[str, CppBackend]]:
+        backends = c10d.live_backends(group, self.construction.kept)
+        return {device: (self.construction.devices[device], b) for device, b in backends.items()}
+
+
+c10d.skip_in_compiled_code(
+    function
+    for member in vars(ManagedGroup).values()
+    for function in (member, getattr(member, "fget", None))
+    if hasattr(function, "__code__")
+)
