@@ -190,7 +190,7 @@ LARGE = (
     "three interrupts in a step, and all recover",
     "two interrupts",
 )
-"""Scenarios of more than two seconds, for the slow run; the default run has others of each fault."""
+"""Scenarios of two seconds and more: slow. The default run has others of each fault."""
 
 
 @pytest.mark.parametrize("name", sampled(SCENARIOS, *(n for n in SCENARIOS if n not in LARGE)))
