@@ -51,9 +51,9 @@ def _run(options: argparse.Namespace, commands: Mapping[str, argparse.ArgumentPa
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
     """The long options of a command, and the values of its arguments that have choices."""
-    words = [
+    found = [
         text
         for action in parser._actions
         for text in (action.option_strings or map(str, action.choices or ()))
     ]
-    return [word for word in words if word.startswith("--") or not word.startswith("-")]
+    return [one for one in found if one.startswith("--") or not one.startswith("-")]

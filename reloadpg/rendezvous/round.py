@@ -54,7 +54,7 @@ from .store_client import (
     execute,
     read,
 )
-from .worker_thread import Attempt, Task, Wait, logger, wait_seconds
+from .worker_thread import Attempt, Task, Wait, wait_seconds
 
 T = TypeVar("T")
 
@@ -664,7 +664,6 @@ class Round:
             self._rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
             self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
-            logger.warning("could not notify the other ranks of a failure: %s", lost)
             _append(error, f"\nThe other ranks could not be notified: {lost}")
             return
         decision = self._state.decision
