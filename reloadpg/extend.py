@@ -1,11 +1,86 @@
-"""What integrations and other packages may build on, beyond the functions that programs call."""
+"""What integrations and other packages may build on, beyond the functions that programs call.
+
+The modules of ``reloadpg.integrations`` and ``reloadpg.observability`` use these names, the public
+functions, ``errors``, ``reports``, ``recovery``, ``environment`` and the shared helpers of the
+package (``c10d``, ``settings``, ``texts``, ``processes``), and nothing else. The names here change
+only with a note in the changelog.
+
+* Groups: :class:`GroupState`, :class:`ManagedGroup`, :func:`managed`, :func:`managed_groups`,
+  :func:`new_plain_group`; sets of groups: :class:`Chosen`, :func:`check_name`, ``TRAINER``.
+* Operations in steps: :class:`Operation`, then :func:`release` (an offload) or :func:`restore` (a
+  reload), also as :class:`Pending`; :class:`Block`; :func:`check_group`, :func:`validate` and
+  ``Connect``.
+* Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
+* Memory: :func:`add_check`, :func:`add_source`, :func:`free_bytes`, :func:`in_use`.
+* State: :class:`Installation`, :func:`reload_world`, :func:`running`,
+  :func:`between_operations`, :func:`is_inherited`, :func:`collectives_begun`;
+  :class:`LibraryThread`, a thread that ends before the interpreter does.
+"""
 
 from __future__ import annotations
 
 from .groups.managed import ManagedGroup as ManagedGroup
 from .groups.offloaded import GroupState as GroupState
 from .groups.proxy import managed as managed
+from .groups.registry import registry
+from .groups.sets import TRAINER as TRAINER
+from .groups.sets import Chosen as Chosen
+from .groups.sets import check_name as check_name
+from .groups.wrappers import new_plain_group as new_plain_group
+from .lifecycle.block import Block as Block
+from .lifecycle.callbacks import Callback as Callback
+from .lifecycle.callbacks import callbacks as callbacks
+from .lifecycle.callbacks import register as register
+from .lifecycle.connect import Connect as Connect
+from .lifecycle.connect import check_group as check_group
+from .lifecycle.connect import validate as validate
 from .lifecycle.install import Installation as Installation
 from .lifecycle.install import reload_world as reload_world
+from .lifecycle.memory import add_check as add_check
+from .lifecycle.memory import add_source as add_source
+from .lifecycle.memory import free_bytes as free_bytes
+from .lifecycle.memory import in_use as in_use
+from .lifecycle.offload import release as release
+from .lifecycle.operation import Operation as Operation
+from .lifecycle.pending import Pending as Pending
+from .lifecycle.reload import restore as restore
+from .lifecycle.status import between_operations as between_operations
+from .lifecycle.status import running as running
+from .recovery.recovering import collectives_begun as collectives_begun
+from .rendezvous.worker_thread import LibraryThread as LibraryThread
 
-__all__ = ["GroupState", "Installation", "ManagedGroup", "managed", "reload_world"]
+is_inherited = registry.is_inherited
+managed_groups = registry.managed
+
+__all__ = [
+    "TRAINER",
+    "Block",
+    "Callback",
+    "Chosen",
+    "Connect",
+    "GroupState",
+    "Installation",
+    "LibraryThread",
+    "ManagedGroup",
+    "Operation",
+    "Pending",
+    "add_check",
+    "add_source",
+    "between_operations",
+    "callbacks",
+    "check_group",
+    "check_name",
+    "collectives_begun",
+    "free_bytes",
+    "in_use",
+    "is_inherited",
+    "managed",
+    "managed_groups",
+    "new_plain_group",
+    "register",
+    "release",
+    "reload_world",
+    "restore",
+    "running",
+    "validate",
+]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import reloadpg
+from reloadpg import extend
 
 HOME = Path(reloadpg.__file__).parent
 PACKAGES = (
@@ -22,6 +23,7 @@ PACKAGES = (
     "rendezvous",
     "lifecycle",
     "recovery",
+    "extend",
     "observability",
     "environment",
     "integrations",
@@ -96,3 +98,28 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
     for name in sorted(graph.keys() - packages):
         visit(name, ())
+
+
+FLOOR = {"c10d", "environment", "errors", "extend", "processes", "recovery", "reports"}
+FLOOR |= {"settings", "texts", ""}
+"""What integrations and observability may use: public modules, and helpers of the package."""
+
+
+@pytest.mark.parametrize("package", ["integrations", "observability"])
+def test_what_builds_on_the_core_uses_the_second_floor(package: str) -> None:
+    """No module of the core itself, so that other packages can do the same."""
+    public = {*reloadpg.__all__}
+    wrong = {
+        f"{name} imports {target}"
+        for name in MODULES
+        if name.split(".")[0] == package
+        for target in imported(name)
+        if target.split(".")[0] not in FLOOR | public | {package}
+    }
+    assert wrong == set()
+
+
+def test_every_name_of_the_second_floor_is_documented() -> None:
+    """In its own docstring, by name."""
+    text = extend.__doc__ or ""
+    assert [name for name in extend.__all__ if f"{name}`" not in text] == []

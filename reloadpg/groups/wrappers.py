@@ -75,6 +75,19 @@ def _new_group(wrapped: Function) -> Function:
     return new_group
 
 
+def new_plain_group(*args: Any, **kwargs: Any) -> Any:
+    """Create a group that stays as torch makes it, with the arguments of ``new_group``.
+
+    Collective as ``new_group`` is. The caller wants it so: it bypasses, without a warning at each
+    offload.
+    """
+    with verbatim():  # torch's function calls another patched function
+        group = c10d.original("new_group")(*args, **kwargs)
+    if not c10d.is_non_member(group):
+        registry.without_set.add(group)
+    return group
+
+
 def _split_group(wrapped: Function) -> Function:
     def split_group(*args: Any, **kwargs: Any) -> Any:
         if thread.verbatim:

@@ -20,17 +20,21 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from .. import offload, reload, status
 from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError
-from ..groups.sets import TRAINER, Chosen, check_name
-from ..lifecycle.block import Block
-from ..lifecycle.connect import Connect, validate
-from ..lifecycle.job import jobs
-from ..lifecycle.offload import offload, release
-from ..lifecycle.operation import Operation
-from ..lifecycle.pending import Pending
-from ..lifecycle.reload import reload, restore
-from ..lifecycle.status import status
+from ..extend import (
+    TRAINER,
+    Block,
+    Chosen,
+    Connect,
+    Operation,
+    Pending,
+    check_name,
+    release,
+    restore,
+    validate,
+)
 from ..reports import Report
 from .torch_memory_saver import MemorySaver
 
@@ -180,7 +184,7 @@ class colocated:  # noqa: N801 - used like a function
                 changed.
         """
         self._check_inside("groups_live")
-        offloaded = self._groups_offloaded()  # not in a block within another
+        offloaded = self._block.is_offloaded  # not in a block within another
         with nullcontext() if self._saver is None else self._saver.outside_account():
             report = restore(Operation("reload", self._trainer_sets))
             try:
@@ -265,7 +269,7 @@ class colocated:  # noqa: N801 - used like a function
             steps.append(("offload engine's groups", self._offload_engine_groups))
         if self._saver is not None:
             steps.append(("resume saver", self._saver.resume_all))
-        reloads = self._groups_offloaded()
+        reloads = self._block.is_offloaded
         if reloads:
             steps.append(("empty cache", devices.empty_cache))
         if not self._copied:
@@ -288,7 +292,7 @@ class colocated:  # noqa: N801 - used like a function
                 except Exception as failed:
                     self._log([("reload groups", failed)])
             self._block.close()
-            self._inside = self._groups_offloaded()
+            self._inside = self._block.is_offloaded
         return failures
 
     def _step(self, name: str, action: Callable[[], Any]) -> Any:
@@ -340,12 +344,6 @@ class colocated:  # noqa: N801 - used like a function
             self.reload_report = pending.result()
 
     # -- messages ---------------------------------------------------------------------------
-
-    def _groups_offloaded(self) -> bool:
-        """Whether the end of this block must reload groups. Local."""
-        job = jobs.current("colocated")
-        mine = self._block.due
-        return job is not None and bool(job.sets.where(mine, lambda state: state.offloaded))
 
     def _error(self, doing: str, failures: list[tuple[str, Exception]]) -> ColocationError:
         told = "; ".join(f"{step}: {type(error).__name__}: {error}" for step, error in failures)

@@ -21,9 +21,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from .. import on_generation
 from ..errors import InvalidOptionError, ReloadpgError
-from ..lifecycle.callbacks import on_generation
-from ..lifecycle.connect import check_group
+from ..extend import check_group, managed
 
 __all__ = ["Kept", "keep"]
 
@@ -76,8 +76,9 @@ class Kept:
 
     def _after(self, group: Any, backend: Any) -> None:
         self._before(group, backend)  # a recovery has ended the generation without a call
-        if self._make is not None:
-            check_group(group, "eager")  # otherwise it has no communicator yet
+        known = managed(group)
+        if self._make is not None and known is not None:
+            check_group(known, "eager")  # otherwise it has no communicator yet
         self._create()
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from .. import offloaded as offloaded_groups
 from ..errors import InvalidOptionError
-from ..lifecycle.block import offloaded as offloaded_groups
 
 __all__ = ["offloaded"]
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import c10d
+from .. import c10d, register_holder
 from ..c10d.devices import clears_cublas_workspaces
 from ..errors import InvalidOptionError
 from ..extend import managed
-from ..lifecycle.holders import register_holder
 
 __all__ = ["cublas_workspaces", "memory_pool"]
 

@@ -19,8 +19,8 @@ from weakref import ref
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .. import offloaded
 from ..errors import InvalidOptionError
-from ..lifecycle.block import offloaded
 from ..settings import as_integer
 
 __all__ = ["Every", "OffloadedPhase", "Rollouts", "every"]

@@ -32,7 +32,7 @@ from ..texts import format_ranks
 from . import framework
 
 if TYPE_CHECKING:
-    from ..lifecycle.connect import Connect
+    from ..extend import Connect
     from ..reports import Report, Reports
 
 __all__ = [
@@ -228,7 +228,7 @@ def reload_all(
 
     As :func:`offload_all`; may be called again after a failure.
     """
-    from ..lifecycle.connect import validate
+    from ..extend import validate
     from ..reports import Reports
 
     call = _Call("reload_all", actors, timeout)
@@ -287,13 +287,13 @@ def _set_variables(_: object, variables: Mapping[str, str]) -> None:
 
 
 def _offload(_: object, collect: bool) -> Report:
-    from ..lifecycle.offload import offload
+    from .. import offload
 
     return offload(collect=collect)
 
 
 def _reload(_: object, connect: Connect | None) -> Report:
-    from ..lifecycle.reload import reload
+    from .. import reload
 
     return reload(connect=connect)
 

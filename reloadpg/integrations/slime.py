@@ -38,19 +38,20 @@ from typing import Any
 import torch.distributed as dist
 import wrapt
 
-from .. import c10d
+from .. import ReloadableProcessGroup as _Group
+from .. import c10d, install, is_installed, offload, reload
 from ..errors import ReloadpgError
-from ..groups.creation import verbatim
-from ..groups.offloaded import GroupState
-from ..groups.proxy import ReloadableProcessGroup as _Group
-from ..groups.proxy import managed
-from ..groups.registry import registry
-from ..lifecycle import memory
-from ..lifecycle.callbacks import callbacks
-from ..lifecycle.connect import Connect
-from ..lifecycle.install import install, is_installed, reload_world
-from ..lifecycle.offload import offload
-from ..lifecycle.reload import reload
+from ..extend import (
+    Connect,
+    GroupState,
+    callbacks,
+    free_bytes,
+    in_use,
+    managed,
+    managed_groups,
+    new_plain_group,
+    reload_world,
+)
 from ..reports import Report
 from ..settings import as_timedelta
 
@@ -92,7 +93,7 @@ def monkey_patch_torch_dist(**options: Any) -> None:
     for name, attribute in _ATTRIBUTES.items():
         if name not in vars(_Group):
             setattr(_Group, name, attribute)
-    dist.old_new_group = old_new_group_dict[os.getpid()] = _old_new_group  # type: ignore[attr-defined]
+    dist.old_new_group = old_new_group_dict[os.getpid()] = new_plain_group  # type: ignore[attr-defined]
     if _take_back not in callbacks.uninstall:
         callbacks.uninstall.append(_take_back)
     c10d.on_collective_error(_note_memory)
@@ -103,7 +104,7 @@ def monkey_patch_torch_dist(**options: Any) -> None:
 
 def _take_back() -> None:
     """Undo the changes of the patch other than the installation."""
-    if getattr(dist, "old_new_group", None) is _old_new_group:
+    if getattr(dist, "old_new_group", None) is new_plain_group:
         del dist.old_new_group  # type: ignore[attr-defined]
     old_new_group_dict.pop(os.getpid(), None)
     c10d.on_collective_error(_note_memory)()
@@ -206,7 +207,7 @@ class _AnyReloadableGroup(type):
     @property
     def GROUPS(cls) -> dict[int, list[_Group]]:  # noqa: N802 - slime's name
         """The reloadable groups of this process except the default group, by process id."""
-        groups = registry.managed()
+        groups = managed_groups()
         return {os.getpid(): [one.proxy for one in groups if not one.construction.is_world]}
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -237,18 +238,6 @@ class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
         )
 
 
-def _old_new_group(*args: Any, **kwargs: Any) -> Any:
-    """Create a group without a proxy. Arguments are those of ``torch.distributed.new_group``.
-
-    The caller wants it so: it bypasses, without a warning at each offload.
-    """
-    with verbatim():  # torch's function calls another patched function
-        made = c10d.original("new_group")(*args, **kwargs)
-    if not c10d.is_non_member(made):
-        registry.without_set.add(made)
-    return made
-
-
 def _group_info(group: _Group) -> dict[str, Any]:
     made = group._managed.construction
     return {
@@ -272,9 +261,9 @@ def _note_memory(error: BaseException) -> None:
     notes = getattr(error, "__notes__", ())
     if isinstance(error, ReloadpgError) or any(note.startswith(_NOTE) for note in notes):
         return
-    used = [f"{name} {held / 2**30:.2f}" for name, held in memory.in_use().items()]
+    used = [f"{name} {held / 2**30:.2f}" for name, held in in_use().items()]
     try:
-        free = memory.free_bytes()
+        free = free_bytes()
     except Exception:  # the device may be in an error state
         free = None
     said = [] if free is None else [f"free by {free[1]} {free[0] / 2**30:.2f}"]

@@ -19,10 +19,7 @@ from typing import Any
 from weakref import finalize, ref
 
 from ..errors import InvalidOptionError, ReloadpgError
-from ..groups.registry import registry
-from ..groups.sets import Chosen
-from ..lifecycle import memory
-from ..lifecycle.callbacks import Callback, callbacks, register
+from ..extend import Callback, Chosen, add_check, callbacks, managed_groups, register
 from ..texts import counted
 from . import framework
 
@@ -129,7 +126,7 @@ class MemorySaver:
         """
         if self.is_paused(tag):
             return
-        live = [g for g in registry.managed() if g.is_live and g.set_name in self.sets]
+        live = [g for g in managed_groups() if g.is_live and g.set_name in self.sets]
         if live and (tag is None or self._tags == (None,) or tag in self._tags):
             raise MemorySaverError(
                 f"pause(tag={tag!r}): {counted(len(live), 'group')} "
@@ -271,5 +268,5 @@ def _watch(saver: ref[MemorySaver], sets: Chosen) -> ExitStack:
     removals = ExitStack()
     for at, operation in ((callbacks.offload, "offload"), (callbacks.before_reload, "reload")):
         removals.callback(register(at, Callback(name, partial(refuse, operation), sets)))
-    removals.callback(memory.add_check(paused, sets))
+    removals.callback(add_check(paused, sets))
     return removals

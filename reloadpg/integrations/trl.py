@@ -21,8 +21,8 @@ from typing import Any
 
 import wrapt
 
+from .. import offloaded
 from ..errors import InvalidOptionError
-from ..lifecycle.block import offloaded
 from .optimizers import Rollouts
 
 __all__ = ["OffloadedEngine", "offloaded_generation", "offloaded_rollout"]

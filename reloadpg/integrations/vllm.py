@@ -14,14 +14,13 @@ vLLM itself (0.32) is not imported. An engine in the trainer's processes needs n
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from .. import is_installed, offload, reload
 from ..errors import InvalidOptionError
-from ..groups.registry import registry
-from ..lifecycle.install import is_installed
-from ..lifecycle.offload import offload
-from ..lifecycle.reload import reload
+from ..settings import is_off
 from .servers import EngineServer
 
 __all__ = ["Server", "WorkerGroups"]
@@ -111,7 +110,7 @@ class Server(EngineServer):
 
 
 def _is_installed(worker: Any) -> bool:
-    return is_installed() or registry.off
+    return is_installed() or is_off(os.environ)
 
 
 def _offload(worker: Any) -> dict[str, float | int | str | bool]:

@@ -165,6 +165,12 @@ class Block:
             return self._chosen
         return self._sets.where(self._chosen, lambda state: state.ends_with(self))
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether groups of these sets are offloaded. Local."""
+        job = jobs.current("an offloaded() block")
+        return job is not None and bool(job.sets.where(self.due, lambda state: state.offloaded))
+
     def enter(self, collect: bool = False, connect: Connect | None = None) -> Report:
         """Offload. An interrupt at the end of a completed offload is raised after a reload.
 

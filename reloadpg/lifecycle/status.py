@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from .. import c10d
 from ..groups.borrowed import borrowed
@@ -23,6 +25,18 @@ def running() -> OperationStatus | None:
     """
     found: OperationStatus | None = jobs.progress()
     return found
+
+
+@contextmanager
+def between_operations() -> Iterator[bool]:
+    """Whether no operation runs or begins; then none begins within the block. Non-blocking."""
+    lock: Any = registry.lock
+    locked = lock.acquire(blocking=False)
+    try:
+        yield locked and not jobs.busy
+    finally:
+        if locked:
+            lock.release()
 
 
 def status() -> Status:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import reloadpg
-from reloadpg.lifecycle.callbacks import on_report
+from reloadpg import on_report
 from reloadpg.reports import GroupStatus, Report, Status
 
 logger = logging.getLogger("reloadpg")

@@ -23,20 +23,22 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import reloadpg
 from reloadpg import c10d
-from reloadpg.groups.registry import registry
-from reloadpg.lifecycle.callbacks import callbacks
-from reloadpg.lifecycle.job import jobs
-from reloadpg.lifecycle.status import running
+from reloadpg.extend import (
+    LibraryThread,
+    between_operations,
+    callbacks,
+    collectives_begun,
+    is_inherited,
+    managed_groups,
+    running,
+)
 from reloadpg.processes import process_table, start_of
-from reloadpg.recovery.recovering import collectives_begun
-from reloadpg.rendezvous.worker_thread import LibraryThread
 from reloadpg.reports import Report
 from reloadpg.settings import STATUS_DIR
 
@@ -145,7 +147,7 @@ class StatusRecord:
         that it has created itself.
         """
         world = c10d.world()
-        if self._forked and (world is None or registry.is_inherited(world)):
+        if self._forked and (world is None or is_inherited(world)):
             return None
         return current_rank() if world is None else world.rank()
 
@@ -155,7 +157,7 @@ class StatusRecord:
         Does nothing while an operation runs or begins: a status reads the memory of communicators,
         which another thread may be releasing. The operation's report follows.
         """
-        with _between_operations() as free:
+        with between_operations() as free:
             if free:
                 self._update()
 
@@ -190,8 +192,8 @@ class StatusRecord:
 
         Torch counts them, so this costs nothing. Uses no communicator while an operation runs.
         """
-        with _between_operations() as free:
-            if free and (begun := collectives_begun(registry.managed())) != self._begun:
+        with between_operations() as free:
+            if free and (begun := collectives_begun(managed_groups())) != self._begun:
                 self._begun, self._begun_at = begun, time.time()
         found: dict[str, Any] = {"begun": self._begun, "since": self._begun_at}
         if time.time() - self._begun_at >= _STILL_S:
@@ -228,18 +230,6 @@ class StatusRecord:
         self._status = status
         self._seen = seen
         self.changed()
-
-
-@contextmanager
-def _between_operations() -> Iterator[bool]:
-    """Whether no operation runs or begins; then none begins within the block. Non-blocking."""
-    lock: Any = registry.lock
-    locked = lock.acquire(blocking=False)
-    try:
-        yield locked and not jobs.busy
-    finally:
-        if locked:
-            lock.release()
 
 
 def _main_stack() -> list[str]:
