@@ -169,7 +169,7 @@ def nothing_released(options: Options) -> list[str]:
     why = "; ".join(_by_reason((group, bypass.reason) for group, bypass in bypassed))
     remedies = " or ".join(dict.fromkeys(f"install({one.remedy})" for _, one in bypassed))
     return [
-        f"{_NOTHING}, since no group is reloadable: {why}. Installed with "
+        f"nothing was released, since no group is reloadable: {why}. Installed with "
         f"{options.selection}; call {remedies} to make them reloadable."
     ]
 
