@@ -36,7 +36,7 @@ from .session import NOTIFY_S, Session, run_hooks, text_of
 from .store_client import (
     read,
 )
-from .worker_thread import Attempt, Task, Wait, logger, wait_seconds
+from .worker_thread import Attempt, Task, Wait, wait_seconds
 
 T = TypeVar("T")
 
@@ -283,7 +283,6 @@ class Round:
             self._rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
             self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
-            logger.warning("could not notify the other ranks of a failure: %s", lost)
             _append(error, f"\nThe other ranks could not be notified: {lost}")
             return
         decision = self._state.decision
