@@ -204,12 +204,12 @@ class Jobs(JobHooks):
         job = self._job
         return job is not None and job.rendezvous.replaces and job is self.known
 
-    def before_world(self) -> Callable[[c10d.Asked], bool] | None:
+    def before_world(self) -> Callable[[c10d.GroupRequest], bool] | None:
         self._predecessor = None
         options = registry.options
         return self._takes_place if options is not None and options.recoverable else None
 
-    def _takes_place(self, asked: c10d.Asked) -> bool:
+    def _takes_place(self, asked: c10d.GroupRequest) -> bool:
         """Whether a new default group is that of a process which replaces another one.
 
         Reads from the store; waits a limited time.
