@@ -278,7 +278,7 @@ class Operation:
         if groups:
             self._took, self._to_do = {}, len(groups)
         most = parallelism or self.options.threads
-        for order, part in groupby(groups, lambda one: one.construction.order[0]):
+        for order, part in groupby(groups, lambda group: group.construction.order[0]):
             together = list(part)
             alone = order == HANDED_OVER[0] or (
                 self.options.parallelism is None
@@ -321,7 +321,7 @@ class Operation:
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
-        return [one for one in callbacks if self.changes.concerned.overlaps(one.sets)]
+        return [c for c in callbacks if self.changes.concerned.overlaps(c.sets)]
 
     def of_generations(self, groups: Sequence[ManagedGroup], moment: str) -> list[Callback]:
         """Return the calls of ``on_generation`` for these groups, in the order that members share.
@@ -336,10 +336,10 @@ class Operation:
                 function(group.proxy, lend(group))
 
         return [
-            Callback(f"{one.name} for {group!r}", partial(call, function, group), ALL)
+            Callback(f"{entry.name} for {group!r}", partial(call, function, group), ALL)
             for group in groups
-            for one in callbacks.of_generations(group.proxy)
-            if (function := getattr(one, moment)) is not None
+            for entry in callbacks.of_generations(group.proxy)
+            if (function := getattr(entry, moment)) is not None
         ]
 
     def call(self, callbacks: Sequence[Callback]) -> None:

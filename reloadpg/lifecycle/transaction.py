@@ -110,15 +110,15 @@ class Transaction:
         groups = tuple(
             GroupPlan(
                 group.name,
-                made.ranks,
+                construction.ranks,
                 0 if self.whole else group.generation,
                 "recreate" if self.whole else self.strategy.planned(group),
-                made.digest,
+                construction.digest,
                 group.set_name,
-                made.summary,
+                construction.summary,
             )
             for group in self._planned
-            if not (made := group.construction).is_handed_over
+            if not (construction := group.construction).is_handed_over
         )
         held = holders.plans(self._chosen, self._job.rendezvous.size, whole=self.whole)
         return Plan(self._name, dict(settings), (*groups, *held), options, state)
@@ -140,8 +140,8 @@ class Transaction:
             job.generation = self.generation
             for state, *_ in self._before:
                 state.generation, state.offloaded = self.generation, False
-            kept = {n: sets for n, sets in job.left_out.items() if sets.without(self._chosen)}
-            job.left_out = {**kept, **dict.fromkeys(self._skip, self._chosen)}
+            left_out = {n: sets for n, sets in job.left_out.items() if sets.without(self._chosen)}
+            job.left_out = {**left_out, **dict.fromkeys(self._skip, self._chosen)}
         if self._name == "recover":
             job.replaced = self.replaced
             if job.rendezvous.replaces:  # this process continues where the others are
