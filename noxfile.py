@@ -154,6 +154,7 @@ def frameworks(session: nox.Session) -> None:
             f"tests/frameworks/test_{name}.py"
             for name in ("hooks", "verl", "torchft", "whole_programs")
         ),
+        "tests/examples/test_blocks.py",
         env={"TEST_FRAMEWORKS_TABLE": "docs/frameworks.md"},
     )
 

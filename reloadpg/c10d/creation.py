@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
 from .backends import live_backends
-from .tables import Asked, create_without_backends, ranks_of, store_of
+from .tables import GroupRequest, create_without_backends, ranks_of, store_of
 
 COMPILERS_NEW_GROUP = "_new_group_with_tag"
 """The function with which torch's compiler creates its groups."""
@@ -97,7 +97,7 @@ class CreationByMembers:
     name: str | None = None
     store: Store | None = None
     device: torch.device | None = None
-    without_backends: Callable[[Asked], bool] | None = None
+    without_backends: Callable[[GroupRequest], bool] | None = None
     waits: bool = True
 
     def __enter__(self) -> CreationByMembers:
@@ -221,7 +221,7 @@ def _without_backends(
     config = _c10d.BackendConfig(_c10d.Backend(backend))
     desc = "undefined" if group_desc is None else str(group_desc)
     devices = {device: str(one) for device, one in config.get_device_backend_map().items()}
-    asked = Asked(store, str(name), desc, rank, size, devices, not ranks)
+    asked = GroupRequest(store, str(name), desc, rank, size, devices, not ranks)
     if not cast(Any, creation.without_backends)(asked):
         return None
     creation.waits = False

@@ -143,7 +143,7 @@ def has_backends(group: ProcessGroup) -> bool:
     return type(group) is not ProcessGroup or bool(group._device_types)
 
 
-class Asked(NamedTuple):
+class GroupRequest(NamedTuple):
     """A group that torch is about to create, with this rank as a member.
 
     The store lacks the prefix of the name; ``devices`` are the backends by device type.
@@ -159,7 +159,7 @@ class Asked(NamedTuple):
 
 
 def create_without_backends(
-    asked: Asked, backend: str, config: str, device: Any, tag: str | None
+    asked: GroupRequest, backend: str, config: str, device: Any, tag: str | None
 ) -> tuple[ProcessGroup, Store]:
     """Create a group that has no backend, and enter it into the tables as torch does.
 

@@ -126,9 +126,9 @@ class Selection:
             return self.managed_set(regions[-1])
         if self.sets:
             for module in creators():
-                found = _set_of(self.sets, module)
-                if found is not _NO_RULE:
-                    return self.managed_set(found)
+                set_name = _set_of(self.sets, module)
+                if set_name is not _NO_RULE:
+                    return self.managed_set(set_name)
         return self.managed_set(TRAINER)
 
     def managed_set(self, name: str | None) -> str | None:
@@ -273,7 +273,7 @@ class StrategyPolicy:
         return any(name != "recreate" for name in (self.name, *self.groups.values()))
 
     def wanted(self, name: str, desc: str) -> str:
-        """Return the strategy that the user chose for a group. Local, pure."""
+        """Return the strategy that the user chose for a group."""
         for pattern, strategy in self.groups.items():
             if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
                 return strategy

@@ -135,13 +135,13 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         op.record.measure("resumed")
     else:
         op.each("rebuilt", suspended, resume)
-    rebuild(op, job, _without_communicator(op), how, kept=suspended)
+    rebuild(op, job, _without_communicator(op), how, resumed=suspended)
 
 
 def _names(skip: Skip) -> frozenset[str]:
     """The names of groups to leave out. Raises InvalidOptionError."""
     given = [skip] if isinstance(skip, (str, ProcessGroup)) else list(skip)
-    names = {str(getattr(one, "group_name", one)) for one in given}
+    names = {str(getattr(group, "group_name", group)) for group in given}
     for group in registry.managed():
         if group.name in names and not group.construction.is_handed_over:
             raise InvalidOptionError(

@@ -150,9 +150,9 @@ class Strategy:
         """What other code holds of a group and could use after a release; empty if it is none."""
         if self._borrowed not in _PROTECTS:
             return ""
-        told = {one.package for one in callbacks.of_generations(group.proxy)}
-        held = [one for one in borrowed([group]) if one.raw and not one.ended]
-        return "; ".join(str(one) for one in held if one.by.partition(".")[0] not in told)
+        told = {callback.package for callback in callbacks.of_generations(group.proxy)}
+        held = [loan for loan in borrowed([group]) if loan.raw and not loan.ended]
+        return "; ".join(str(loan) for loan in held if loan.by.partition(".")[0] not in told)
 
     def _protect(self, group: ManagedGroup, holder: str) -> Proposal:
         """Propose to suspend a group instead of recreating it, or to refuse the operation."""

@@ -342,6 +342,7 @@ def test_an_error_in_a_collective_has_one_note_with_the_memory_in_use() -> None:
             assert notes_of(call, tensor) == []
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_each_group_has_group_until_uninstall() -> None:
     """A plain group's is the group itself; a subclass may have its own attribute."""
