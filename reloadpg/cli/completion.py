@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,9 +52,6 @@ def _run(options: argparse.Namespace, commands: Mapping[str, argparse.ArgumentPa
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
     """The long options of a command, and the values of its arguments that have choices."""
-    found = [
-        text
-        for action in parser._actions
-        for text in (action.option_strings or map(str, action.choices or ()))
-    ]
-    return [one for one in found if one.startswith("--") or not one.startswith("-")]
+    usage = parser.format_usage()
+    choices = re.findall(r"\{([^}]*)\}", usage)
+    return [*re.findall(r"--[a-z][\w-]*", usage), *",".join(choices).split(",")]
