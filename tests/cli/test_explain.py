@@ -495,6 +495,7 @@ def test_the_memory_estimate_counts_reloadable_nccl_groups():
     assert result["memory"]["communicators"] == 2
     assert result["memory"]["least_bytes"] == 1_000_000_000
     assert result["memory"]["most_bytes"] == 3_200_000_000
+    assert result["memory"]["least_pinned_bytes"] == 960 << 20
     assert result["memory"]["most_pinned_bytes"] == 1440 << 20
     json.dumps(result)
 
