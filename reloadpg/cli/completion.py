@@ -52,6 +52,8 @@ def _run(options: argparse.Namespace, commands: Mapping[str, argparse.ArgumentPa
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
     """The long options of a command, and the values of its arguments that have choices."""
-    usage = parser.format_usage()
-    choices = re.findall(r"\{([^}]*)\}", usage)
-    return [*re.findall(r"--[a-z][\w-]*", usage), *",".join(choices).split(",")]
+    parser.epilog = None  # its example may have options of other programs
+    text = parser.format_help()
+    options = re.findall(r"(?<![\w-])--[a-z][\w-]*", text)
+    choices = re.findall(r"\{([\w,-]*)\}", text)
+    return list(dict.fromkeys([*options, *",".join(choices).split(",")]))
