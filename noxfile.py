@@ -142,6 +142,7 @@ def frameworks(session: nox.Session) -> None:
             f"tests/frameworks/test_{name}.py"
             for name in ("hooks", "verl", "torchft", "ends_asleep")
         ),
+        "tests/examples/test_blocks.py",
         env={"TEST_FRAMEWORKS_TABLE": "docs/frameworks.md"},
     )
 

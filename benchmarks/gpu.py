@@ -258,8 +258,11 @@ PAGE = """# On a GPU
 
 One command runs all of it, on one GPU and without a network, and saves each step when it ends:
 
-    python benchmarks/gpu.py --json results.json
-    python benchmarks/gpu.py --page results.json > docs/gpu.md
+<!-- not run: needs a GPU; tests/gpu/test_rehearsal.py runs it over stand-ins -->
+```sh
+python benchmarks/gpu.py --json results.json
+python benchmarks/gpu.py --page results.json > docs/gpu.md
+```
 
 `--minutes` limits the time, and a second call runs the missing steps. NCCL runs two ranks on one
 GPU from 2.30 on; `--nccl PATH` preloads such a library. Memory is what the device reports; times

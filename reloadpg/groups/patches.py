@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,6 +17,7 @@ from typing import Any
 import wrapt
 
 from .. import c10d
+from ..texts import warn
 from .registry import registry
 from .wrappers import Wrapper, wrappers
 
@@ -92,11 +92,11 @@ class Patches:
         if lacking := c10d.missing("saves"):
             if "saves" not in registry.warned:
                 registry.warned.add("saves")
-                warnings.warn(
+                warn(
                     f"reloadpg: an offload does not wait for async_save() with this torch, which "
                     f"lacks {c10d.describe_needs(lacking)}. Wait for the result() of each save "
                     "before an offload; otherwise the checkpoint can be lost.",
-                    stacklevel=2,
+                    of_host=True,
                 )
             return
         name, attribute = c10d.SAVER

@@ -191,6 +191,11 @@ class SetStates:
             *([self._rest] if chosen.others else []),
         ]
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Give these sets the shared state again. Local, idempotent."""
+        for name in names:
+            self._named.pop(name, None)
+
     @property
     def names(self) -> list[str]:
         return list(self._named)

@@ -5,7 +5,6 @@ A group that is not selected, and the value for non-members, are returned unchan
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from .. import c10d
+from ..texts import warn
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
@@ -143,10 +143,10 @@ def _warn_of_unknown_backends() -> None:
     unknown = registry.options.selection.unknown_backends() if registry.options else []
     if unknown and "unknown backends" not in registry.warned:
         registry.warned.add("unknown backends")
-        warnings.warn(
+        warn(
             f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know as a backend "
             "after the default group was created; this name selects no group",
-            stacklevel=3,
+            of_host=True,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from functools import partial
 from typing import Literal, overload
 
@@ -11,7 +10,7 @@ from .. import c10d
 from ..c10d import devices, release_cautions
 from ..groups.managed import ManagedGroup
 from ..groups.registry import registry
-from ..groups.sets import ALL, Chosen
+from ..groups.sets import Chosen
 from ..reports import Report
 from ..settings import as_flag
 from . import holders, memory
@@ -19,7 +18,6 @@ from .callbacks import callbacks
 from .job import Job
 from .operation import Operation
 from .pending import Pending
-from .record import nothing_released
 from .recreate import Releases
 from .rehearsal import rehearse
 from .run import await_unfinished, perform
@@ -89,17 +87,7 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
 
 def release(op: Operation, collect: bool = False) -> Report:
     """Perform an offload to its end; see :func:`offload`."""
-    report = perform(op, partial(_release, collect=collect))
-    if (
-        op.job is not None
-        and op.chosen == ALL
-        and not op.changes.groups
-        and "nothing to release" not in registry.warned
-    ):
-        registry.warned.add("nothing to release")
-        for text in nothing_released(op.options):
-            warnings.warn(f"reloadpg.offload(): {text}", stacklevel=3)
-    return report
+    return perform(op, partial(_release, collect=collect))
 
 
 def _release(op: Operation, job: Job, collect: bool) -> None:

@@ -16,6 +16,7 @@ from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
 from ..reports import Borrowed, GroupReport, HolderReport, RankFault, Report, Span
+from ..texts import warn
 from . import memory
 from .callbacks import callbacks
 from .job import Job
@@ -89,10 +90,7 @@ class Record:
         unfinished = [str(entry) for entry in job.unfinished if not entry.task.ended]
         warnings = [*self.warnings, *memory.warnings(job.offloaded, self.chosen)]
         if self.operation == "offload":
-            warnings += [
-                f"not reloadable, keeps its communicator: {text}"
-                for text in _by_reason(registry.unmanaged())
-            ]
+            warnings += not_reloadable()
             if registry.options is not None and not registry.managed():
                 warnings += nothing_released(registry.options)
         warnings += [f"{entry}: its memory is not free" for entry in unfinished]
@@ -123,18 +121,44 @@ class Record:
 
 
 def publish(report: Report) -> None:
-    """Log a report and pass it to the registered callbacks; their errors are logged. Local."""
-    logger.log(logging.ERROR if report.error else logging.INFO, "%s", report)
+    """Log a report and pass it to the registered callbacks; their errors are logged. Local.
+
+    Each kind of warning is given once: at the program's line if the program can change it there,
+    and otherwise in the log. The exception of a failed operation has the text of its error.
+    """
+    logger.info("%s", report)
     for warning in report.warnings:
-        kind = re.sub(r"\d[\d.]*", "#", warning)  # log each kind of warning once
-        first = kind not in registry.warned
-        registry.warned.add(kind)
-        logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
+        first = is_new(warning)
+        if first and warning.startswith(_NOTHING):
+            warn(f"reloadpg.{report.operation}(): {warning}")
+        else:
+            logger.log(
+                logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning
+            )
     for callback in list(callbacks.report):
         try:
             callback(report)
         except Exception:
             logger.exception("a callback registered with reloadpg.on_report failed")
+
+
+def is_new(warning: str) -> bool:
+    """Whether no warning of this kind was given yet; from now on one was. Local."""
+    kind = re.sub(r"\d[\d.]*", "#", warning)
+    first = kind not in registry.warned
+    registry.warned.add(kind)
+    return first
+
+
+def not_reloadable() -> list[str]:
+    """Name the groups that should be reloadable and are not, with the reason. Local."""
+    return [
+        f"not reloadable, keeps its communicator: {text}"
+        for text in _by_reason(registry.unmanaged())
+    ]
+
+
+_NOTHING = "nothing was released"
 
 
 def nothing_released(options: Options) -> list[str]:

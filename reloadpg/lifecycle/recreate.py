@@ -35,7 +35,8 @@ class Releases:
     """The communicators that one offload destroys.
 
     Where communicators may share a lock, each is aborted: that releases the same memory and waits
-    for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost.
+    for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost. A group
+    call around it keeps other threads from waiting for that lock.
 
     Each is recorded in the job before it is detached, until it is destroyed: if the destruction
     hangs or is interrupted, the communicator is aborted, where an abort can end a destroy.
@@ -69,7 +70,8 @@ class Releases:
             try:
                 for part in parts:
                     if aborts:  # a destroy would wait for peers in a lock that other threads need
-                        part.abort()
+                        with c10d.group_call():
+                            part.abort()
                     part.shutdown()  # after an abort, it ends torch's watchdog
             except BaseException:
                 if doomed is not None:
@@ -210,7 +212,7 @@ def rebuild(
 ) -> None:
     """Rebuild the groups in ``gone``, call the callbacks, and commit. Collective, with timeouts.
 
-    ``kept`` are groups that were resumed, which may need to be connected.
+    ``resumed`` are groups that were resumed, which may need to be connected.
     """
     rebuilds = Rebuilds(op, job, connect)
     _delete_spent_keys(op, job, gone)
@@ -327,7 +329,7 @@ def _abort(parts: list[Any]) -> None:
     # the last references are dropped in this thread, not in the caller's.
     with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
         while parts:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError), c10d.group_call():
                 parts[-1].abort()
             parts.pop()
 

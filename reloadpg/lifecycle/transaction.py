@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
-from ..rendezvous.plan import GENERATION, GroupPlan, Plan
+from ..rendezvous.plan import GENERATION, GroupPlan, Plan, Proposal
 from ..texts import did_you_mean
 from . import holders
 from .job import Job, Position
@@ -47,6 +47,7 @@ class Transaction:
         self._chosen = self.concerned = chosen
         self._job = job
         self._options = options
+        self._new_sets = chosen.names - {*job.sets.names}
         job.sets.separate(chosen)
         offloads = name == "offload"
         due = job.sets.where(chosen, lambda state: state.offloaded != offloads)
@@ -152,9 +153,34 @@ class Transaction:
         for state, *_ in self._before:
             state.offloaded = True
 
-    def unknown_sets(self) -> list[str]:
-        """Warn of unknown names that are similar to the name of a set on this rank."""
-        known = {TRAINER, *(name or "" for name, _ in self._options.selection.sets)}
-        known |= {group.set_name for group in registry.managed()}
-        near = {name: did_you_mean(name, known) for name in sorted(self._chosen.names - known)}
-        return [f"no group here is in the set {name}{text}" for name, text in near.items() if text]
+    def forget_new_sets(self) -> None:
+        """Drop the states of sets that this operation was the first to name. Local."""
+        self._job.sets.forget(self._new_sets)
+
+    def of_sets(self) -> tuple[list[Proposal], list[str]]:
+        """This rank's proposals on named sets that no rule names, and their subjects. Local.
+
+        A rank that has a group of the set proposes that it exists. One that has none, and knows a
+        similar name, proposes the error that all ranks raise if no rank has a group of the set.
+        """
+        named = self._options.selection.sets
+        rules = {TRAINER, *(name or "" for name, _ in named)}
+        known = rules | {group.set_name for group in registry.managed()}
+        chosen = () if self._chosen.others else sorted(self._chosen.names - rules)
+        proposals = []
+        for name in chosen:
+            if name in known:
+                proposals.append(Proposal(_set(name), EXISTS))
+            elif near := did_you_mean(name, known):
+                sets = ", ".join(sorted(known - {""}))
+                text = f"no group of any rank is in the set {name!r}{near}; sets here: {sets}"
+                proposals.append(Proposal(_set(name), text, yields=True))
+        return proposals, [_set(name) for name in chosen]
+
+
+EXISTS = "a rank has a group of this set"
+
+
+def _set(name: str) -> str:
+    """Subject of the proposals on a named set, which all ranks read."""
+    return f"set/{name}"

@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,7 +37,7 @@ from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
 from ..reports import RankFault, Report
 from ..settings import as_integer
-from ..texts import counted
+from ..texts import counted, warn
 from .recovering import longest_wait, meet, recovery_requested, seconds_of
 from .snapshot import Snapshot
 
@@ -164,12 +163,11 @@ def _warn_of_unused() -> None:
     ]
     if unused and "unused groups" not in registry.warned:
         registry.warned.add("unused groups")
-        warnings.warn(
+        warn(
             f"retrying(): {counted(len(unused), 'group')} ({c10d.labels_of(unused)}) will connect "
             "in the first collective. If a rank does not reach that collective, the others stay in "
             "it, past every timeout: torch's ProcessGroupNCCL cannot end a connection. Pass "
-            "device_id= to init_process_group(), or use each group once before the loop.",
-            stacklevel=3,
+            "device_id= to init_process_group(), or use each group once before the loop."
         )
 
 

@@ -24,7 +24,7 @@ from .plan import Plan, Proposal
 from .protocol import ENTER, Arrive, Close, Decide, Fail, Next, Poll, Recover, State
 from .session import NOTIFY_S, Session, run_hooks, text_of
 from .store_client import read
-from .worker_thread import Attempt, Task, Wait, logger, wait_seconds
+from .worker_thread import Attempt, Task, Wait, wait_seconds
 
 T = TypeVar("T")
 
@@ -276,7 +276,6 @@ class Round:
             # Only such an error has a message to which the silent ranks can be appended.
             self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
-            logger.warning("could not notify the other ranks of a failure: %s", lost)
             _append(error, f"\nThe other ranks could not be notified: {lost}")
             return
         decision = self._state.decision

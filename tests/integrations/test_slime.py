@@ -333,6 +333,7 @@ def test_an_error_in_a_collective_has_one_note_with_the_memory_in_use() -> None:
             assert notes_of(call, tensor) == []
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_optimizer_states_of_another_parallel_layout_are_merged() -> None:
     """miles' patch: the padding at the end of a longer list is cut off, on either side."""

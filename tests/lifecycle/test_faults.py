@@ -394,6 +394,7 @@ BATCHES = {
     "all of an accelerator, in parallel": Batch(ON_AN_ACCELERATOR, job={**SIM, "parallelism": 8}),
 }
 SLOW = (
+    "a suspend that",
     "each",
     "late ranks at",
     "a hang",
@@ -487,13 +488,10 @@ DEATHS = (
     ("recover.agreed", 0),  # the rank that reads the reports of the others
 )
 DEATH_POINTS = (
-    "offload.quiesced",
     "offload.released",
     "offload.suspend2",
-    "reload.enter",
     "reload.group1",
     "reload.resume2",
-    "recover.group3",
 )
 DEFAULT_DEATHS = [(point, VICTIM) for point in DEATH_POINTS]
 

@@ -23,7 +23,7 @@ MODES = (
 
 @pytest.mark.skipif(
     torch.__version__ < "2.9",
-    reason="in torch 2.8 a send and a receive hang in the wrappers of DETAIL: docs/limitations.md",
+    reason="in torch 2.8 a send and a receive hang in the wrappers of DETAIL: docs/versions.md",
 )
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def test_wrong_arguments_of_a_mark_are_one_line(suite: Suite) -> None:
         assert "def __post_init__" not in report
 
 
+@pytest.mark.slow
 def test_the_time_limit_of_the_ini_file_holds_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
     """``reloadpg_timeout`` is the limit of tests on ranks that name none."""
     (tmp_path / "test_late.py").write_text(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from explorer import OFFLOAD, RELOAD, Explorer, Scenario, World
+from sampling import sampled
 
 from reloadpg.rendezvous import protocol
 from reloadpg.rendezvous.decision import Decision
@@ -171,7 +172,28 @@ MOST = 5000
 """Limit of worlds per scenario, breadth-first."""
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+LARGE = (
+    "a crash on a host that begins a job",
+    "a crash on a host that is detected",
+    "a crash that is detected",
+    "a failure while others recover",
+    "a late reply",
+    "a lost connection of ranks that poll",
+    "a process of a host that is replaced",
+    "a recovery before ranks of a host meet",
+    "a recovery that one rank requests",
+    "a stall and a failure",
+    "a stall, and a failure of a rank that is behind",
+    "an interrupt",
+    "an interrupt in a step before all recover",
+    "an interrupt on a host",
+    "three interrupts in a step, and all recover",
+    "two interrupts",
+)
+"""Scenarios of two seconds and more: slow. The default run has others of each fault."""
+
+
+@pytest.mark.parametrize("name", sampled(SCENARIOS, *(n for n in SCENARIOS if n not in LARGE)))
 def test_invariants_hold_in_all_interleavings(name: str) -> None:
     """Without a fault, the state space is searched completely."""
     assert Explorer(SCENARIOS[name]).explore(MOST) or len(SCENARIOS[name].faults) > 0
@@ -211,10 +233,13 @@ def ends_of(size: int, program: str, fault: str, most: int) -> tuple[Explorer, l
     return then, list(dict.fromkeys(found))
 
 
+LONG = (("recover", "interrupt"), ("recover", "silent"), ("reload", "interrupt"))
+
+
 @pytest.mark.parametrize(
     ("program", "fault"),
     [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case == ("recover", "interrupt")))
+        pytest.param(*case, marks=[pytest.mark.slow] * (case in LONG))
         for case in CASES
         if " " not in case[0]
     ],
