@@ -35,8 +35,8 @@ class Releases:
     """The communicators that one offload destroys.
 
     Where communicators may share a lock, each is aborted: that releases the same memory and waits
-    for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost. A group
-    call around it keeps other threads from waiting for that lock.
+    for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost. Within
+    a group call, NCCL aborts at the end of the call, when torch holds no lock.
 
     Each is recorded in the job before it is detached, until it is destroyed: if the destruction
     hangs or is interrupted, the communicator is aborted, where an abort can end a destroy.
