@@ -95,7 +95,7 @@ def entry_of(
     """
     tables = _c10d._world
     ranks = tables.pg_group_ranks.get(group)
-    if ranks is None:  # made by hand, below another library's wrapper
+    if ranks is None:  # created by hand, below another library's wrapper
         ranks = {rank: rank for rank in range(group.size())}
     return (
         tables.pg_names[group],
@@ -139,7 +139,7 @@ def has_peers() -> bool:
 
 
 def has_backends(group: ProcessGroup) -> bool:
-    """Whether a group that torch has made has any backend; one written in Python counts."""
+    """Whether a group that torch created has any backend; one written in Python counts."""
     return type(group) is not ProcessGroup or bool(group._device_types)
 
 
