@@ -1,6 +1,6 @@
 """Dispatch of a group's collectives and controls to its live communicator.
 
-Every name of ``ProcessGroup`` in torch 2.8 to 2.15 is listed below. The methods are made from two
+Every name of ``ProcessGroup`` in torch 2.8 to 2.15 is listed below. The methods are built from two
 templates. Each forwards to ``self._inner``: the live group, or the placeholder that raises.
 
 A collective costs one more Python call than on a plain group (benchmarks/dispatch.py). A call with
@@ -161,6 +161,6 @@ for _template, _names in (
 ):
     # hasattr() must give the same result as on a plain group of the installed torch
     for _name in _NAMES & _names:
-        _made = _method(_template, _name)
-        setattr(Dispatch, _name, property(_made) if _template is _query else _made)
+        _member = _method(_template, _name)
+        setattr(Dispatch, _name, property(_member) if _template is _query else _member)
 c10d.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))

@@ -212,7 +212,7 @@ def rebuild(
 ) -> None:
     """Rebuild the groups in ``gone``, call the callbacks, and commit. Collective, with timeouts.
 
-    ``kept`` are groups that were resumed, which may need to be connected.
+    ``resumed`` are groups that were resumed, which may need to be connected.
     """
     rebuilds = Rebuilds(op, job, connect)
     _delete_spent_keys(op, job, gone)

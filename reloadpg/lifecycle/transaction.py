@@ -166,16 +166,16 @@ class Transaction:
         named = self._options.selection.sets
         rules = {TRAINER, *(name or "" for name, _ in named)}
         known = rules | {group.set_name for group in registry.managed()}
-        asked = () if self._chosen.others else sorted(self._chosen.names - rules)
+        chosen = () if self._chosen.others else sorted(self._chosen.names - rules)
         proposals = []
-        for name in asked:
+        for name in chosen:
             if name in known:
                 proposals.append(Proposal(_set(name), EXISTS))
             elif near := did_you_mean(name, known):
                 sets = ", ".join(sorted(known - {""}))
                 text = f"no group of any rank is in the set {name!r}{near}; sets here: {sets}"
                 proposals.append(Proposal(_set(name), text, yields=True))
-        return proposals, [_set(name) for name in asked]
+        return proposals, [_set(name) for name in chosen]
 
 
 EXISTS = "a rank has a group of this set"

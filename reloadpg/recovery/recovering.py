@@ -237,12 +237,12 @@ def _release_work(error: BaseException, *, of_user: bool) -> None:
         of_user: whether to also clear frames outside torch. An error that is raised to the user
             keeps them, for debuggers and logs.
     """
-    found: list[BaseException | None] = [error]
-    for one in found:
-        if one is None:
+    errors: list[BaseException | None] = [error]
+    for cause in errors:
+        if cause is None:
             continue
-        found += [other for other in (one.__cause__, one.__context__) if other not in found]
-        for frame, _ in traceback.walk_tb(one.__traceback__):
+        errors += [other for other in (cause.__cause__, cause.__context__) if other not in errors]
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
             # Clearing a suspended generator would close it.
             clears = of_user and not frame.f_code.co_flags & _GENERATOR
             if clears or _module(frame.f_globals) == "torch":
@@ -268,19 +268,19 @@ def _module(variables: dict[str, Any]) -> str:
 
 def collectives_begun(groups: Sequence[ManagedGroup]) -> dict[str, int]:
     """The number of collectives that this rank has started, by live group and generation."""
-    found = {}
+    counts = {}
     for group in groups:
         with suppress(RuntimeError):  # not every backend counts
             if group.is_live:
                 key = f"{group.name}/{group.construction.ranks[0]}/{group.generation}"
-                found[key] = c10d.sequence_number(group.proxy)
-    return found
+                counts[key] = c10d.sequence_number(group.proxy)
+    return counts
 
 
 def longest_wait(group: ManagedGroup) -> float:
     """Longest duration of a collective of the group, in seconds."""
     timeouts = group.current_timeouts().values()
-    return max((one.total_seconds() for one in timeouts), default=0.0) + 10.0
+    return max((timeout.total_seconds() for timeout in timeouts), default=0.0) + 10.0
 
 
 def seconds_of(given: timedelta | float | None) -> float | None:
@@ -309,7 +309,7 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
 def _shut_connections(op: Operation, job: Job) -> None:
     """Make the pending collectives of gloo groups fail, here and on their peers. Local."""
     parts = [g.communicator if g.is_live else g.kept for g in op.changes.groups]
-    inner = [one for one in parts if one is not None]
+    inner = [part for part in parts if part is not None]
     unseen = len(op.changes.groups) - len(inner) + len(job.unfinished)  # those being created, too
     given, shut = [inner], threading.Event()
     del inner, parts  # the thread that aborts a group must hold its last reference
@@ -337,7 +337,7 @@ def _agree(op: Operation, job: Job) -> None:
     op.changes.replaced = tuple(agreed["replaced"])
     op.record.replaced = tuple(agreed["new"])
     op.record.faults = tuple(
-        replace(RankFault(**one), late=tuple(one["late"])) for one in agreed["faults"]
+        replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )
 
 
@@ -345,24 +345,24 @@ def _summary(reports: Sequence[str]) -> str:
     """Summarize the reports of all ranks. Pure."""
     read = [json.loads(report) for report in reports]
     most: dict[str, int] = {}
-    for one in read:
-        for key, begun in one["begun"].items():
+    for report in read:
+        for key, begun in report["begun"].items():
             most[key] = max(begun, most.get(key, 0))
     faults = []
-    for one in read:
-        late = [key.split("/")[0] for key, begun in one["begun"].items() if begun < most[key]]
-        if late or one["fault"]["reason"]:
-            faults.append({**one["fault"], "late": late})
-    furthest = max(one["position"] for one in read)
-    new = [one["fault"]["rank"] for one in read if one["replaces"]]
+    for report in read:
+        late = [key.split("/")[0] for key, begun in report["begun"].items() if begun < most[key]]
+        if late or report["fault"]["reason"]:
+            faults.append({**report["fault"], "late": late})
+    furthest = max(report["position"] for report in read)
+    new = [report["fault"]["rank"] for report in read if report["replaces"]]
     replaced: set[int] = set()
-    for one in read:
-        if one["position"][:2] == furthest[:2]:
-            replaced.update(one["replaced"])
+    for report in read:
+        if report["position"][:2] == furthest[:2]:
+            replaced.update(report["replaced"])
     faults.sort(key=lambda fault: (fault["repeats"], not fault["late"], fault["rank"]))
     return json.dumps(
         {
-            "generation": max(one["generation"] for one in read) + 1,
+            "generation": max(report["generation"] for report in read) + 1,
             "faults": faults[:_MOST],
             "position": furthest,
             "new": new,
