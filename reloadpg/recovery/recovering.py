@@ -29,11 +29,12 @@ from ..errors import PeerFailedError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
+from ..groups.sets import Chosen
 from ..lifecycle import holders
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.job import Job, Position, jobs
 from ..lifecycle.operation import PHASES, Operation
-from ..lifecycle.recreate import abort, rebuild
+from ..lifecycle.recreate import abort, leave_out, rebuild
 from ..lifecycle.run import await_unfinished, insist, perform
 from ..rendezvous.worker_thread import Task, Wait
 from ..reports import RankFault, Report
@@ -81,7 +82,8 @@ def recover(
     Afterwards all groups are live, also those that were offloaded. Each has run a small all-reduce,
     checked by value. The results of unfinished collectives are lost: the caller restores the state
     from before the step and repeats it. A group whose ``abort()`` or ``shutdown()`` the program has
-    called is rebuilt, unless it was destroyed. Groups that bypass are unchanged.
+    called is rebuilt, unless it was destroyed. Groups that bypass are unchanged. Registered groups
+    that the last reload has left out (``skip``) stay offloaded.
 
     Args:
         reason: the reason for the reports and logs of all ranks: text or an exception; if None, the
@@ -167,6 +169,7 @@ def _recover(
             "position": job.position,
             "replaces": job.rendezvous.replaces,
             "replaced": job.replaced,
+            "left out": {n: (sorted(s.names), s.others) for n, s in job.left_out.items()},
         }
     )
     timeout = op.options.timeout.total_seconds()
@@ -196,7 +199,10 @@ def _recover(
     with op.record.timed("device"):
         devices.empty_cache()
     holders.fail(op.changes.concerned, op.changes.groups)
-    gone = [g for g in op.changes.groups if g.state is not GroupState.DESTROYED]
+    leave_out(op)
+    skipped = op.changes.skipped
+    groups = [g for g in op.changes.groups if g not in skipped]
+    gone = [g for g in groups if g.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary")
 
 
@@ -335,6 +341,8 @@ def _agree(op: Operation, job: Job) -> None:
     agreed = json.loads(rendezvous.summary(seconds))
     op.changes.generation, op.changes.position = agreed["generation"], Position(*agreed["position"])
     op.changes.replaced = tuple(agreed["replaced"])
+    left_out = {n: Chosen(frozenset(names), o) for n, (names, o) in agreed["left out"].items()}
+    op.changes.leave_out(left_out)
     op.record.replaced = tuple(agreed["new"])
     op.record.faults = tuple(
         replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
@@ -356,7 +364,9 @@ def _summary(reports: Sequence[str]) -> str:
     furthest = max(report["position"] for report in read)
     new = [report["fault"]["rank"] for report in read if report["replaces"]]
     replaced: set[int] = set()
+    left_out: dict[str, Any] = {}  # by any rank: a failed operation may not be counted on all
     for report in read:
+        left_out.update(report["left out"])
         if report["position"][:2] == furthest[:2]:
             replaced.update(report["replaced"])
     faults.sort(key=lambda fault: (fault["repeats"], not fault["late"], fault["rank"]))
@@ -367,5 +377,6 @@ def _summary(reports: Sequence[str]) -> str:
             "position": furthest,
             "new": new,
             "replaced": sorted(replaced.union(new)),
+            "left out": left_out,
         }
     )

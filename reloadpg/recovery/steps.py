@@ -30,14 +30,14 @@ from ..errors import (
 )
 from ..groups.proxy import managed
 from ..groups.registry import registry
-from ..lifecycle.connect import await_device
+from ..lifecycle.connect import await_device, late_connections
 from ..lifecycle.job import Job, Position, jobs
 from ..lifecycle.run import notify
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
 from ..reports import RankFault, Report
 from ..settings import as_integer
-from ..texts import counted, warn
+from ..texts import warn
 from .recovering import longest_wait, meet, recovery_requested, seconds_of
 from .snapshot import Snapshot
 
@@ -151,23 +151,12 @@ def retrying(
 
 def _warn_of_unused() -> None:
     """Warn of groups in whose first collective a fault could not be ended. Local."""
-    unused = [
-        group.proxy
-        for group in registry.managed()
-        if group.is_live
-        and group.construction.size > 1
-        and any(
-            c10d.connects_without_timeout(backend)
-            for backend in c10d.live_backends(group.proxy, group.construction.selected).values()
-        )
-    ]
-    if unused and "unused groups" not in registry.warned:
+    text = late_connections(registry.managed())
+    if text and "unused groups" not in registry.warned:
         registry.warned.add("unused groups")
         warn(
-            f"retrying(): {counted(len(unused), 'group')} ({c10d.labels_of(unused)}) will connect "
-            "in the first collective. If a rank does not reach that collective, the others stay in "
-            "it, past every timeout: torch's ProcessGroupNCCL cannot end a connection. Pass "
-            "device_id= to init_process_group(), or use each group once before the loop."
+            f"retrying(): {text} Pass device_id= to init_process_group(), or use each group once "
+            "before the loop."
         )
 
 
