@@ -94,6 +94,8 @@ class Registry:
         """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
+        self.renamed_backends: dict[str, str] = {}
+        """Backends that ``new_group`` creates in place of requested ones, by an integration."""
         self.hooks = JobHooks()
         self._disowned: list[Any] = []
         """The parent's communicators in a forked child: their destructors would wait."""
