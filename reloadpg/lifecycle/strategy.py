@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .. import c10d
 from ..errors import BorrowedError
-from ..groups.borrowed import borrowed
+from ..groups.borrowed import borrowed, is_part
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.selection import StrategyPolicy
@@ -130,7 +130,7 @@ class Strategy:
             return ""
         told = {one.package for one in callbacks.of_generations(group.proxy)}
         held = [one for one in borrowed([group]) if one.raw and not one.ended]
-        return "; ".join(str(one) for one in held if one.by.partition(".")[0] not in told)
+        return "; ".join(str(one) for one in held if not any(is_part(one.by, p) for p in told))
 
     def _protect(self, group: ManagedGroup, holder: str) -> Proposal:
         """Propose to suspend a group instead of recreating it, or to refuse the operation."""
