@@ -125,6 +125,13 @@ def cycles(ranks: int, strategy: str) -> Result:
     }
 
 
+def borrowed() -> Result:
+    """What each policy does about a pointer that other code has taken out of a group."""
+    (seen,) = run_ranks(gpu_job.borrowed, 1, args=("nccl",), timeout=200)
+    wrong = [f"{policy}: {what}" for policy, what in seen.items() if "BUT" in what]
+    return {**seen, "passed": not wrong, "summary": "; ".join(wrong)}
+
+
 def saver() -> Result:
     """A memory saver of the trainer together with an offload: what each gives back."""
     (seen,) = run_ranks(gpu_job.with_memory_saver, 1, args=("nccl",), timeout=200)
@@ -173,6 +180,7 @@ STEPS = {
     "recreate, 1 rank": Step(lambda: cycles(1, "recreate"), 180),
     "by hand, 1 rank": Step(lambda: by_hand(1), 180),
     "suspend, 1 rank": Step(lambda: cycles(1, "suspend"), 180, gpu_job.no_suspend),
+    "borrowed": Step(borrowed, 180),
     "communicator, 2 ranks": Step(lambda: communicators(2), 120, _two),
     "recreate, 2 ranks": Step(lambda: cycles(2, "recreate"), 240, _two),
     "by hand, 2 ranks": Step(lambda: by_hand(2), 240, _two),
@@ -283,6 +291,15 @@ what the groups hold that an offload gives back, in MiB like `held`, `released` 
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |
 {cycles}
 
+## A pointer that other code has taken
+
+What an offload does with a group whose communicator's pointer was taken, by
+`install(borrowed=...)`.
+
+| `suspend` | `refuse` | `warn` | `ignore` |
+| --- | --- | --- | --- |
+{borrowed}
+
 ## With other holders of memory
 
 | with | released by the offload, MiB | released by the other, MiB |
@@ -329,6 +346,7 @@ def page(results: Result) -> str:
             if result.get("held_bytes"):
                 result["share"] = f"{result['released_bytes'] / result['held_bytes']:.3f}"
             ways.append(row(f"{way}, {text}", [way, text[0]], cycle))
+    policies = [(policy, 0.0) for policy in ("suspend", "refuse", "warn", "ignore")]
     other = [("offload_bytes", mib), ("saver_bytes", mib)]
     holders = [row("torch_memory_saver", ["torch_memory_saver"], other)]
     known = of("facts")
@@ -341,6 +359,7 @@ def page(results: Result) -> str:
         head=head,
         communicators="\n".join(rows),
         cycles="\n".join(ways),
+        borrowed=row("borrowed", [], policies),
         holders="\n".join(holders),
         tests=of("tests").get("summary", NOT_RUN[0].upper() + NOT_RUN[1:] + "."),
     )

@@ -324,15 +324,15 @@ def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
         raise InvalidOptionError(
             f"install(recoverable=True): {'; '.join(obstacles)}. Nothing was installed."
         )
-    made = [
+    created = [
         c10d.name_of(group)
         for group in c10d.known_groups()
         if "nccl" in c10d.device_backends(group).values()
     ]
-    if missing and made:
+    if missing and created:
         names = ", ".join(sorted(missing))
         raise InvalidOptionError(
-            f"install(recoverable=True): NCCL groups ({', '.join(made)}) were already created "
+            f"install(recoverable=True): NCCL groups ({', '.join(created)}) were already created "
             f"without {names}; nothing was installed. Install earlier, or set these variables "
             "before the process starts."
         )
@@ -354,9 +354,9 @@ def _unset_variables() -> None:
 
 
 def _warn_of_torch() -> None:
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     oldest, newest = _TESTED_TORCH
-    if found is None or oldest <= (int(found[1]), int(found[2])) <= newest:
+    if version is None or oldest <= (int(version[1]), int(version[2])) <= newest:
         return
     if "torch version" not in registry.warned:
         registry.warned.add("torch version")

@@ -213,14 +213,14 @@ class Operation:
         """Agree on the plan with all ranks; see :meth:`Round.agree`."""
         plan = self.changes.plan(settings)
         of_sets, names = self.changes.of_sets()
-        given, asked = (*proposals, *of_sets), (*subjects, *names)
-        extends = extends or any(one.yields for one in of_sets)
+        given, needed = (*proposals, *of_sets), (*subjects, *names)
+        extends = extends or any(proposal.yields for proposal in of_sets)
         with self.record.timed("wait.enter", measure=False):
-            found = self.round.agree("enter", plan, given, asked, extends=extends)
-        if text := next((found[n] for n in names if found.get(n, EXISTS) != EXISTS), ""):
+            proposed = self.round.agree("enter", plan, given, needed, extends=extends)
+        if text := next((proposed[n] for n in names if proposed.get(n, EXISTS) != EXISTS), ""):
             self.changes.forget_new_sets()
             raise InvalidOptionError(f"{self.name}: {text}. Nothing was changed on any rank.")
-        return found
+        return proposed
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; see :meth:`Round.barrier`.
@@ -278,7 +278,7 @@ class Operation:
         if groups:
             self._took, self._to_do = {}, len(groups)
         most = parallelism or self.options.threads
-        for order, part in groupby(groups, lambda one: one.construction.order[0]):
+        for order, part in groupby(groups, lambda group: group.construction.order[0]):
             together = list(part)
             alone = order == HANDED_OVER[0] or (
                 self.options.parallelism is None
@@ -321,7 +321,7 @@ class Operation:
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
-        return [one for one in callbacks if self.changes.concerned.overlaps(one.sets)]
+        return [c for c in callbacks if self.changes.concerned.overlaps(c.sets)]
 
     def of_generations(self, groups: Sequence[ManagedGroup], moment: str) -> list[Callback]:
         """Return the calls of ``on_generation`` for these groups, in the order that members share.
@@ -336,10 +336,10 @@ class Operation:
                 function(group.proxy, lend(group))
 
         return [
-            Callback(f"{one.name} for {group!r}", partial(call, function, group), ALL)
+            Callback(f"{entry.name} for {group!r}", partial(call, function, group), ALL)
             for group in groups
-            for one in callbacks.of_generations(group.proxy)
-            if (function := getattr(one, moment)) is not None
+            for entry in callbacks.of_generations(group.proxy)
+            if (function := getattr(entry, moment)) is not None
         ]
 
     def call(self, callbacks: Sequence[Callback]) -> None:

@@ -87,15 +87,15 @@ class Record:
 
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
         self.measure("after")
-        unfinished = [str(one) for one in job.unfinished if not one.task.ended]
+        unfinished = [str(entry) for entry in job.unfinished if not entry.task.ended]
         warnings = [*self.warnings, *memory.warnings(job.offloaded, self.chosen)]
         if self.operation == "offload":
             warnings += not_reloadable()
             if registry.options is not None and not registry.managed():
                 warnings += nothing_released(registry.options)
-        warnings += [f"{one}: its memory is not free" for one in unfinished]
+        warnings += [f"{entry}: its memory is not free" for entry in unfinished]
         held = borrowed([g for g in registry.managed() if g.set_name in self.chosen])
-        warnings += [text for one in held if (text := _lost(one))]
+        warnings += [text for loan in held if (text := _lost(loan))]
         return Report(
             self.operation,
             bool(self.groups),
@@ -167,26 +167,26 @@ def nothing_released(options: Options) -> list[str]:
     if not bypassed:
         return []
     why = "; ".join(_by_reason((group, bypass.reason) for group, bypass in bypassed))
-    remedies = " or ".join(dict.fromkeys(f"install({one.remedy})" for _, one in bypassed))
+    remedies = " or ".join(dict.fromkeys(f"install({bypass.remedy})" for _, bypass in bypassed))
     return [
         f"nothing was released, since no group is reloadable: {why}. Installed with "
         f"{options.selection}; call {remedies} to make them reloadable."
     ]
 
 
-def _lost(one: Borrowed) -> str:
+def _lost(loan: Borrowed) -> str:
     """Warn of what can no longer be used, or is no longer in effect; empty if it can be."""
-    if not one.ended:
+    if not loan.ended:
         return ""
-    if one.raw:
-        return f"{one}: a use of it is a use after free; it must be taken again after each reload"
-    if one.what in ("abort hook", "memory pool"):
-        return f"{one}: it is no longer registered; register it again after each reload"
+    if loan.raw:
+        return f"{loan}: a use of it is a use after free; it must be taken again after each reload"
+    if loan.what in ("abort hook", "memory pool"):
+        return f"{loan}: it is no longer registered; register it again after each reload"
     return ""
 
 
 def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
-    found: dict[str, list[ProcessGroup]] = {}
+    by_reason: dict[str, list[ProcessGroup]] = {}
     for group, reason in groups:
-        found.setdefault(reason, []).append(group)
-    return [f"group {c10d.labels_of(those)}: {reason}" for reason, those in found.items()]
+        by_reason.setdefault(reason, []).append(group)
+    return [f"group {c10d.labels_of(those)}: {reason}" for reason, those in by_reason.items()]
