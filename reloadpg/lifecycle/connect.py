@@ -48,7 +48,7 @@ def connects_alone(group: ManagedGroup) -> bool:
 
 def late_connections(groups: Iterable[ManagedGroup]) -> str:
     """Name the live groups in whose first collective a fault could not be ended; "" if none."""
-    found = [
+    late = [
         group.proxy
         for group in groups
         if group.is_live
@@ -58,10 +58,10 @@ def late_connections(groups: Iterable[ManagedGroup]) -> str:
             for backend in live_backends(group.proxy, group.construction.selected).values()
         )
     ]
-    if not found:
+    if not late:
         return ""
     return (
-        f"{counted(len(found), 'group')} ({labels_of(found)}) will connect in the first "
+        f"{counted(len(late), 'group')} ({labels_of(late)}) will connect in the first "
         "collective. If a rank does not reach that collective, the others stay in it, past every "
         "timeout: torch's ProcessGroupNCCL cannot end a connection."
     )

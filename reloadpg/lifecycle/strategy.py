@@ -136,15 +136,15 @@ class Strategy:
 
     def _anchor(self, groups: Sequence[ManagedGroup]) -> ManagedGroup | None:
         """The smallest group of this rank that has a communicator and may stay alive."""
-        found = [
+        anchors = [
             group
             for group in groups
             if self._policy.anchors(group.name, group.desc)
             and self._used[group.name]
             and not group.construction.is_handed_over
         ]
-        order = [(len(one.construction.ranks), one.construction.order) for one in found]
-        return found[order.index(min(order))] if found else None
+        order = [(len(group.construction.ranks), group.construction.order) for group in anchors]
+        return anchors[order.index(min(order))] if anchors else None
 
     def _holder(self, group: ManagedGroup) -> str:
         """What other code holds of a group and could use after a release; empty if it is none."""

@@ -146,8 +146,8 @@ class Transaction:
             for state, *_ in self._before:
                 state.generation, state.offloaded = self.generation, False
             if self._name == "reload":
-                kept = {n: s for n, s in self._left_out.items() if s.without(self._chosen)}
-                job.left_out = {**kept, **dict.fromkeys(self._skip, self._chosen)}
+                others = {n: s for n, s in self._left_out.items() if s.without(self._chosen)}
+                job.left_out = {**others, **dict.fromkeys(self._skip, self._chosen)}
         if self._name == "recover":
             job.left_out = self._left_out
             job.replaced = self.replaced
