@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,9 +52,8 @@ def _run(options: argparse.Namespace, commands: Mapping[str, argparse.ArgumentPa
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
     """The long options of a command, and the values of its arguments that have choices."""
-    found = [
-        text
-        for action in parser._actions
-        for text in (action.option_strings or map(str, action.choices or ()))
-    ]
-    return [one for one in found if one.startswith("--") or not one.startswith("-")]
+    parser.epilog = None  # its example may have options of other programs
+    text = parser.format_help()
+    options = re.findall(r"(?<![\w-])--[a-z][\w-]*", text)
+    choices = re.findall(r"\{([\w,-]*)\}", text)
+    return list(dict.fromkeys([*options, *",".join(choices).split(",")]))

@@ -271,8 +271,19 @@ class ManagedGroup:
         self.current.reason = reason
 
     def leave_out(self, reason: str) -> None:
-        """Record why a reload leaves the group without a communicator."""
+        """Mark a failed group as offloaded, and record why it stays so."""
+        if self.state is GroupState.FAILED:
+            self.state = GroupState.OFFLOADED
         self.last_error = self.current.reason = reason
+
+    def forget_hook(self, removal: str, hook_id: int) -> None:
+        """Do not register a hook on the next generation. Local, idempotent."""
+        name = removal.removeprefix("un")
+        self.calls = tuple(
+            call
+            for call in self.calls
+            if call[0] != name or hook_id not in (*call[1][:1], call[2].get("hook_id"))
+        )
 
     def clear_failure(self) -> None:
         """Mark a failed group as offloaded, after a completed offload. Idempotent."""

@@ -91,7 +91,7 @@ class Registry:
         self.patches: Any = None
         """The ``Patches`` of the installation; None without one."""
         self.by_environment = False
-        """Whether ``RELOADPG_AUTOINSTALL`` made the installation."""
+        """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
         self.renamed_backends: dict[str, str] = {}

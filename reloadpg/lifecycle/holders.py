@@ -176,7 +176,11 @@ def release(op: _Operation, phase: str) -> None:
 
 def restore(op: _Operation, phase: str) -> None:
     """Restore the holders of a reload's sets, before a barrier. Blocking, with timeouts."""
+    skipped = [group.proxy for group in op.changes.skipped]
     for holder in to_restore(op.changes.concerned):
+        group = None if holder.group is None else holder.group()
+        if any(group is other for other in skipped):
+            continue  # it is restored with the group
         _apply(op, phase, holder, HELD)
 
 

@@ -213,14 +213,14 @@ class Operation:
         """Agree on the plan with all ranks; see :meth:`Round.agree`."""
         plan = self.changes.plan(settings)
         of_sets, names = self.changes.of_sets()
-        given, asked = (*proposals, *of_sets), (*subjects, *names)
-        extends = extends or any(one.yields for one in of_sets)
+        given, needed = (*proposals, *of_sets), (*subjects, *names)
+        extends = extends or any(proposal.yields for proposal in of_sets)
         with self.record.timed("wait.enter", measure=False):
-            found = self.round.agree("enter", plan, given, asked, extends=extends)
-        if text := next((found[n] for n in names if found.get(n, EXISTS) != EXISTS), ""):
+            proposed = self.round.agree("enter", plan, given, needed, extends=extends)
+        if text := next((proposed[n] for n in names if proposed.get(n, EXISTS) != EXISTS), ""):
             self.changes.forget_new_sets()
             raise InvalidOptionError(f"{self.name}: {text}. Nothing was changed on any rank.")
-        return found
+        return proposed
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; see :meth:`Round.barrier`.

@@ -21,7 +21,7 @@ from ..groups.proxy import ReloadableProcessGroup, managed
 from ..rendezvous.worker_thread import Attempt, Task, Wait
 from . import holders
 from .callbacks import callbacks
-from .connect import Connect, check_group, connect_group, connects_alone
+from .connect import Connect, check_group, connect_group, connects_alone, late_connections
 from .job import Job, Unfinished
 from .operation import Operation
 from .suspend import released_backends
@@ -212,7 +212,7 @@ def rebuild(
 ) -> None:
     """Rebuild the groups in ``gone``, call the callbacks, and commit. Collective, with timeouts.
 
-    ``kept`` are groups that were resumed, which may need to be connected.
+    ``resumed`` are groups that were resumed, which may need to be connected.
     """
     rebuilds = Rebuilds(op, job, connect)
     _delete_spent_keys(op, job, gone)
@@ -235,8 +235,19 @@ def rebuild(
         told = []
         holders.restore(op, "done")
     op.call([*told, *callbacks.reload])
+    retries = op.options.recoverable or (job.loops is not None and job.loops.open)
+    if connect == "none" and retries and (text := late_connections(back)):
+        op.record.warnings.append(f"{text} Pass connect='eager'.")
     op.barrier("done")
     op.complete("" if op.record.groups else "no reloadable group here")
+
+
+def leave_out(op: Operation) -> None:
+    """Mark the groups that an operation leaves without a communicator. Local, idempotent."""
+    for group in op.changes.skipped:
+        text = "It was left out of the last reload (skip). The next one without skip rebuilds it."
+        group.leave_out(text)
+        op.record.warnings.append(f"{group!r} was left out")
 
 
 def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .. import c10d
 from ..errors import BorrowedError
-from ..groups.borrowed import borrowed
+from ..groups.borrowed import borrowed, is_part
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.selection import StrategyPolicy
@@ -136,15 +136,15 @@ class Strategy:
 
     def _anchor(self, groups: Sequence[ManagedGroup]) -> ManagedGroup | None:
         """The smallest group of this rank that has a communicator and may stay alive."""
-        found = [
+        anchors = [
             group
             for group in groups
             if self._policy.anchors(group.name, group.desc)
             and self._used[group.name]
             and not group.construction.is_handed_over
         ]
-        order = [(len(one.construction.ranks), one.construction.order) for one in found]
-        return found[order.index(min(order))] if found else None
+        order = [(len(group.construction.ranks), group.construction.order) for group in anchors]
+        return anchors[order.index(min(order))] if anchors else None
 
     def _holder(self, group: ManagedGroup) -> str:
         """What other code holds of a group and could use after a release; empty if it is none."""
@@ -152,7 +152,8 @@ class Strategy:
             return ""
         told = {callback.package for callback in callbacks.of_generations(group.proxy)}
         held = [loan for loan in borrowed([group]) if loan.raw and not loan.ended]
-        return "; ".join(str(loan) for loan in held if loan.by.partition(".")[0] not in told)
+        others = [loan for loan in held if not any(is_part(loan.by, name) for name in told)]
+        return "; ".join(map(str, others))
 
     def _protect(self, group: ManagedGroup, holder: str) -> Proposal:
         """Propose to suspend a group instead of recreating it, or to refuse the operation."""

@@ -53,6 +53,7 @@ class Transaction:
         due = job.sets.where(chosen, lambda state: state.offloaded != offloads)
         self.was_offloaded = bool(due) != offloads
         self._skip = skip
+        self._left_out = job.left_out
         if name == "reload" and self._is_to_try_again():
             self.was_offloaded = True
         elif name == "reload" and due:
@@ -80,6 +81,10 @@ class Transaction:
         return any(
             not sets.without(self._chosen) for name, sets in left_out if name not in self._skip
         )
+
+    def leave_out(self, left_out: Mapping[str, Chosen]) -> None:
+        """Of a recovery: leave out the groups that reloads have left out on any rank. Local."""
+        self._left_out, self._skip = dict(left_out), frozenset(left_out)
 
     @property
     def skipped(self) -> list[ManagedGroup]:
@@ -140,9 +145,11 @@ class Transaction:
             job.generation = self.generation
             for state, *_ in self._before:
                 state.generation, state.offloaded = self.generation, False
-            left_out = {n: sets for n, sets in job.left_out.items() if sets.without(self._chosen)}
-            job.left_out = {**left_out, **dict.fromkeys(self._skip, self._chosen)}
+            if self._name == "reload":
+                others = {n: s for n, s in self._left_out.items() if s.without(self._chosen)}
+                job.left_out = {**others, **dict.fromkeys(self._skip, self._chosen)}
         if self._name == "recover":
+            job.left_out = self._left_out
             job.replaced = self.replaced
             if job.rendezvous.replaces:  # this process continues where the others are
                 job.position = max(job.position, self.position)
@@ -166,16 +173,16 @@ class Transaction:
         named = self._options.selection.sets
         rules = {TRAINER, *(name or "" for name, _ in named)}
         known = rules | {group.set_name for group in registry.managed()}
-        asked = () if self._chosen.others else sorted(self._chosen.names - rules)
+        chosen = () if self._chosen.others else sorted(self._chosen.names - rules)
         proposals = []
-        for name in asked:
+        for name in chosen:
             if name in known:
                 proposals.append(Proposal(_set(name), EXISTS))
             elif near := did_you_mean(name, known):
                 sets = ", ".join(sorted(known - {""}))
                 text = f"no group of any rank is in the set {name!r}{near}; sets here: {sets}"
                 proposals.append(Proposal(_set(name), text, yields=True))
-        return proposals, [_set(name) for name in asked]
+        return proposals, [_set(name) for name in chosen]
 
 
 EXISTS = "a rank has a group of this set"

@@ -436,7 +436,7 @@ def _moving(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
     """Move to a job that another rank has counted, and leave this rank's mark there."""
     behind = instance - state.instance
     todo: tuple[Command, ...] = ()
-    if behind:
+    if behind:  # the counter of this rank's jobs, from which its next job continues
         todo += (Add(f"reloadpg/instance/{state.rank}", behind),)
     if state.mark:
         todo += (Set(f"{base(instance)}/process/{state.rank}", state.mark, stays=True),)
@@ -478,6 +478,7 @@ def _counted(state: State, total: int) -> Step:
         return _ask(state, _woken, Await(state.key("decision"), not state.confirmed))
     if not state.arriving.plan:
         return _decide(state, Decision("ok"))
+    # Above the count is the sum of all shares, which is zero exactly if all plans agree.
     if total >> bits != 0:
         return _decide(state, Decision("disagree"))
     return _ask(state, _notes_read, Read(state.key("notes")))
@@ -649,12 +650,12 @@ def _on_close(state: State, event: Close) -> Step:
 
 
 def _count_answer(state: State) -> Step:
-    amount = int(not state.answered)
+    amount = int(not state.answered)  # an interrupted rank may come here a second time
     return _ask(state._replace(answered=True), _answered, Add(state.key("answers"), amount))
 
 
 def _answered(state: State, count: int) -> Step:
-    if count >= state.size - len(state.decision.dead):
+    if count >= state.size - len(state.decision.dead):  # the last that can respond
         return _collect(state)
     return _read_roll(state) if state.event.waits else _leave(state)
 

@@ -354,7 +354,7 @@ def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
 @pytest.mark.parametrize(
     "absent",
     [
-        pytest.param(2, marks=pytest.mark.ranks(3)),
+        pytest.param(2, marks=[pytest.mark.ranks(3), pytest.mark.slow]),
         pytest.param(2, marks=[pytest.mark.ranks(3, store="rank0"), pytest.mark.slow]),
         pytest.param(0, marks=pytest.mark.ranks(3, store="rank0")),
         pytest.param(0, marks=[pytest.mark.ranks(3), pytest.mark.slow]),

@@ -6,7 +6,6 @@ accelerator replaces ``nccl``: its groups are also reloadable by default.
 
 from __future__ import annotations
 
-import runpy
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -166,12 +165,8 @@ def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any
 
 
 def main(path: str, name: str) -> None:
-    """Run a block from a file: a script as it is, another one on two ranks."""
-    code = Path(path).read_text()
-    if "__main__" in code:
-        runpy.run_path(path, run_name="__main__")
-    else:
-        run_ranks(run_block, 2, args=(code, name), timeout=280)
+    """Run a block from a file on two ranks."""
+    run_ranks(run_block, 2, args=(Path(path).read_text(), name), timeout=280)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ STARTS_NO_THREADS = sys.version_info[:2] == (3, 12)
 
 NO_THREAD = "can't create new thread at interpreter shutdown"
 
-FAST = {"return", "exit handler"}
+FAST = {"return"}
 """Ways that the default suite has, in the state offloaded; all others are marked slow."""
 
 CASES = [

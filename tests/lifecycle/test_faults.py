@@ -409,7 +409,7 @@ MATRIX = ("either", "signals", "interrupts after")
 
 def _param(name: str, batch: Batch) -> Any:
     marks = [pytest.mark.ranks(batch.size)]
-    marks += [pytest.mark.slow] * name.startswith(SLOW)
+    marks += [pytest.mark.slow] * (name.startswith(SLOW) or name == "some groups of an offload")
     marks += [pytest.mark.matrix] * name.startswith(MATRIX)
     return pytest.param(name, marks=marks, id=name)
 
@@ -490,7 +490,6 @@ DEATHS = (
 DEATH_POINTS = (
     "offload.released",
     "offload.suspend2",
-    "reload.group1",
     "reload.resume2",
 )
 DEFAULT_DEATHS = [(point, VICTIM) for point in DEATH_POINTS]

@@ -234,15 +234,8 @@ SURVIVAL = {
 }
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param("create_groups", marks=pytest.mark.slow),
-        "nothing",
-        pytest.param("of_one_generation", marks=pytest.mark.slow),
-        pytest.param("missing", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function", SURVIVAL)
 def test_survival_tests_run_with_the_groups_of_a_trainer(tmp_path: Path, function: str) -> None:
     """They fail for a function that creates no group, and for a trainer that a reload breaks."""
     (tmp_path / "mytrainer.py").write_text(TRAINER)
