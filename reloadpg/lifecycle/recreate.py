@@ -36,7 +36,7 @@ class Releases:
 
     Where communicators may share a lock, each is aborted: that releases the same memory and waits
     for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost. A group
-    call around it keeps threads from waiting for the lock meanwhile.
+    call around it lets several threads abort at the same time.
 
     Each is recorded in the job before it is detached, until it is destroyed: if the destruction
     hangs or is interrupted, the communicator is aborted, where an abort can end a destroy.
