@@ -61,6 +61,11 @@ def borrower(depth: int) -> FrameType | None:
     return None
 
 
+def is_part(module: str, package: str) -> bool:
+    """Whether a module is this one, or is in this package."""
+    return f"{module}.".startswith(f"{package}.")
+
+
 class Lease:
     """One generation of a group, for the objects that were lent of it.
 
@@ -144,9 +149,9 @@ class Loans:
         return [(what, loan) for (what, *_), loan in list(self.taken.items())]
 
     def forget(self, package: str) -> None:
-        """Forget what a package has taken: a callback of it has dropped that."""
+        """Forget what a package or module has taken: a callback of it has dropped that."""
         for key, loan in list(self.taken.items()):
-            if loan.by.partition(".")[0] == package:
+            if is_part(loan.by, package):
                 self.taken.pop(key, None)
 
 

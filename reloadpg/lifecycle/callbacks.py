@@ -140,8 +140,9 @@ def on_generation(
         before: called with the group and the backend object whose generation ends.
         after: called with the group and the new backend object.
         name: name for messages; by default the callback's name.
-        package: the package whose handles these callbacks drop, such as ``deep_ep``: what it has
-            taken out of the group no longer counts as borrowed. By default the caller's package.
+        package: the package or module whose handles these callbacks drop, such as ``deep_ep``: what
+            it has taken out of the group no longer counts as borrowed. By default the caller's
+            package.
 
     Returns:
         A function that removes the callbacks; idempotent.

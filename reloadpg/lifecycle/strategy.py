@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .. import c10d
 from ..errors import BorrowedError
-from ..groups.borrowed import borrowed
+from ..groups.borrowed import borrowed, is_part
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.selection import StrategyPolicy
@@ -152,7 +152,8 @@ class Strategy:
             return ""
         told = {callback.package for callback in callbacks.of_generations(group.proxy)}
         held = [loan for loan in borrowed([group]) if loan.raw and not loan.ended]
-        return "; ".join(str(loan) for loan in held if loan.by.partition(".")[0] not in told)
+        others = [loan for loan in held if not any(is_part(loan.by, name) for name in told)]
+        return "; ".join(map(str, others))
 
     def _protect(self, group: ManagedGroup, holder: str) -> Proposal:
         """Propose to suspend a group instead of recreating it, or to refuse the operation."""

@@ -159,7 +159,7 @@ def program_of(seed: int) -> Program:
     draw = random.Random(seed)
     ranks_of_a_host = draw.choice([1, 2])
     size = 2 * ranks_of_a_host
-    # Each rank is in the default group and in two others, so that each point exists on all ranks.
+    # Each rank is in two groups and the default one, so that each point exists on all ranks.
     groups = draw.choice([[(0, 1), (2, 3), (0, 2), (1, 3)], [(0, 3), (1, 2), (0, 2), (1, 3)]])
     if size == 2:
         groups = [(0, 1), (1, 0)]

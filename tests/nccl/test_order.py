@@ -91,7 +91,7 @@ def test_aborts_run_in_parallel(rank: int) -> None:
     for group in [dist.new_group([0, 1]) for _ in range(4)]:
         assert summed(group, rank) == 3.0
     assert summed(None, rank) == 3.0
-    with standins.inject(Fault("hang", "abort", times=1)):
+    with standins.inject(Fault("hang", "abort", rank=rank, times=1)):
         pending = reloadpg.offload(wait=False)
         assert eventually(lambda: standins.communicators() == 2)  # it, and WORLD, which is last
     pending.result()
