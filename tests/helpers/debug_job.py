@@ -53,7 +53,9 @@ def table(group: Any) -> Table:
     Without what NCCL refuses: with DETAIL, torch's checks then wait for the rank that raised.
     """
     groups = {"world": (None, range(2)), "sub": (group, (0, 1))}
-    left_out = op_table.UNSUPPORTED_BY_NCCL if worlds.NCCL else ()
+    left_out = op_table.UNSUPPORTED_BY_NCCL if worlds.NCCL else set()
+    if worlds.NCCL and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        left_out = left_out | op_table.HANGS_IN_DETAIL
     found = {
         key: op_table.run_row(row, case)
         for row, key, case in op_table.cases(groups, dist.get_rank(), salt=1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from launching import ROOT, clean_environment
 
 HELPERS = Path(__file__).parent
-LIMIT_S = 200
+LIMIT_S = 400
 
 MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "DETAIL": ((), {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
