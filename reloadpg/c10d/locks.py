@@ -67,10 +67,10 @@ _KNOWN_NAMES = frozenset({"gloo", "nccl", "nccl-legacy", "nccl2", "nccl-lazy"})
 
 
 def needs_one_thread(names: Iterable[str]) -> bool:
-    """Whether groups of these backends are best created and released one at a time. Pure."""
+    """Whether groups of these backends are best created and released one at a time."""
     return not _KNOWN_NAMES.issuperset(names)
 
 
 def shares_lock(backends: Iterable[Any]) -> bool:
-    """Whether a split of one of these backends uses the lock of its parent. Pure."""
+    """Whether a split of one of these backends uses the lock of its parent."""
     return any(LOCKS.get(type(backend).__name__) is Lock.FAMILY for backend in backends)
