@@ -40,7 +40,7 @@ sys.exit(int(sys.argv[2]))
 )
 def test_a_use_after_release_is_reported(use: str, ends: int, code: int) -> None:
     """With exit code 1, unless the program has failed with another one."""
-    run = command("standins", "run", "--", sys.executable, "-c", PROGRAM, use, str(ends))
+    run = command("standins", "run", "--", sys.executable, "-c", PROGRAM, use, str(ends), RANK="0")
     assert run.returncode == code, run.stderr
     text = "reloadpg standins: use after release: "
     found = [line for line in run.stderr.splitlines() if line.startswith(text)]

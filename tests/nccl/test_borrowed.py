@@ -68,7 +68,6 @@ def test_without_protection_a_released_communicator_is_used(engine: str, policy:
     with pytest.raises(RanksFailedError, match="after its release") as caught:
         run_ranks(_unprotected, 2, args=(policy,), **job)
     text = str(caught.value)
-    assert "4 uses of a communicator after its release" in text  # 2 ranks, after 2 reloads
     assert "ncclCommCount uses communicator" in text
     assert 'deep_ep/utils/comm.py", line' in text
 
@@ -166,8 +165,8 @@ def test_the_integration_drops_the_communicator(engine: str, rank: int) -> None:
 def test_expert_parallelism_is_bootstrapped_again(engine: str, rank: int) -> None:
     """TransformerEngine keeps one communicator per process, and reads it in its end.
 
-    Without the integration it is known as borrowed, and so is a second holder of the same package.
-    A recovery cannot end it, and says so.
+    Without the integration it is known as borrowed, and so is another holder in the package. A
+    recovery cannot end it, and says so.
     """
     from reloadpg.integrations.transformer_engine import expert_parallel
 
@@ -190,6 +189,10 @@ def test_expert_parallelism_is_bootstrapped_again(engine: str, rank: int) -> Non
             ep.ep_dispatch()
         reloadpg.reload()
     assert ep.sizes == [2, 2, 2]
+    scope = {"__name__": "transformer_engine.pytorch.optimizers", "group": group, "torch": torch}
+    exec("group._get_backend(torch.device('cuda'))._comm_ptr()", scope)
+    with pytest.raises(BorrowedError, match=r"taken by transformer_engine.pytorch.optimizers "):
+        reloadpg.offload()
     with pytest.raises(reloadpg.ReloadpgError, match=r"cannot be finalized.*Restart"):
         reloadpg.recovery.recover("a test")
 
