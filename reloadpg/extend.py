@@ -6,7 +6,8 @@ package (``c10d``, ``settings``, ``texts``, ``processes``), and nothing else. Th
 only with a note in the changelog.
 
 * Groups: :class:`GroupState`, :class:`ManagedGroup`, :func:`managed`, :func:`managed_groups`,
-  :func:`new_plain_group`; sets of groups: :class:`Chosen`, :func:`check_name`, ``TRAINER``.
+  :func:`new_plain_group`, :func:`rename_backends`, ``COLLECTIVES``; sets of groups:
+  :class:`Chosen`, :func:`check_name`, ``TRAINER``.
 * Operations in steps: :class:`Operation`, then :func:`release` (an offload) or :func:`restore` (a
   reload), also as :class:`Pending`; :class:`Block`; :func:`check_group`, :func:`validate` and
   ``Connect``.
@@ -19,6 +20,7 @@ only with a note in the changelog.
 
 from __future__ import annotations
 
+from .groups.dispatch import COLLECTIVES as COLLECTIVES
 from .groups.managed import ManagedGroup as ManagedGroup
 from .groups.offloaded import GroupState as GroupState
 from .groups.proxy import managed as managed
@@ -27,6 +29,7 @@ from .groups.sets import TRAINER as TRAINER
 from .groups.sets import Chosen as Chosen
 from .groups.sets import check_name as check_name
 from .groups.wrappers import new_plain_group as new_plain_group
+from .groups.wrappers import rename_backends as rename_backends
 from .lifecycle.block import Block as Block
 from .lifecycle.callbacks import Callback as Callback
 from .lifecycle.callbacks import callbacks as callbacks
@@ -53,6 +56,7 @@ is_inherited = registry.is_inherited
 managed_groups = registry.managed
 
 __all__ = [
+    "COLLECTIVES",
     "TRAINER",
     "Block",
     "Callback",
@@ -80,6 +84,7 @@ __all__ = [
     "register",
     "release",
     "reload_world",
+    "rename_backends",
     "restore",
     "running",
     "validate",

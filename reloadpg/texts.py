@@ -1,9 +1,48 @@
-"""Formats values for messages: ranks, counts, bytes, tables. Imports no other module."""
+"""Formats values for messages: ranks, counts, bytes, tables; warns. Imports no other module."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
+
+_INSIDE = frozenset({"reloadpg", "torch", "wrapt", "contextlib"})
+"""Packages whose functions are called by a program, not written in it."""
+
+_LOCAL_RANK = (
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+)
+
+
+def warn(text: str, category: type[Warning] = UserWarning, *, of_host: bool = False) -> None:
+    """Warn at the line of the program that called into the library. Local.
+
+    Args:
+        of_host: it holds for all ranks of a host alike, so only the first of them warns.
+    """
+    if of_host and not is_first_of_host():
+        return
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _package(frame.f_globals) in _INSIDE:
+        frame = frame.f_back
+    known = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__") or "<unknown>"
+    file = frame.f_code.co_filename
+    warnings.warn_explicit(text, category, file, frame.f_lineno, module, known)
+
+
+def _package(variables: dict[str, object]) -> str:
+    return str(variables.get("__name__") or "").partition(".")[0]
+
+
+def is_first_of_host() -> bool:
+    """Whether no launcher says that another rank of this host comes before this one. Local."""
+    return next((os.environ[n] for n in _LOCAL_RANK if os.environ.get(n)), "0") == "0"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -77,6 +77,7 @@ from .locks import LOCKS as LOCKS
 from .locks import Lock as Lock
 from .locks import needs_one_thread as needs_one_thread
 from .locks import shares_lock as shares_lock
+from .nccl_suspend import group_call as group_call
 from .nccl_suspend import nccl_version as nccl_version
 from .nccl_suspend import resume_backend as resume_backend
 from .nccl_suspend import suspend_backend as suspend_backend
@@ -91,7 +92,7 @@ from .stores import is_store_host as is_store_host
 from .stores import rendezvous_keys as rendezvous_keys
 from .stores import root_store as root_store
 from .stores import root_store_of_job as root_store_of_job
-from .tables import Asked as Asked
+from .tables import GroupRequest as GroupRequest
 from .tables import Unseen as Unseen
 from .tables import backend_class as backend_class
 from .tables import backend_of as backend_of

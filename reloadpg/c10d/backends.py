@@ -37,11 +37,11 @@ def completed_work() -> Work:
 
 def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppBackend]:
     """The backend objects of a group by device type; devices without a backend are omitted."""
-    found: dict[str, CppBackend] = {}
+    backends: dict[str, CppBackend] = {}
     for device in devices:
         with suppress(RuntimeError, AttributeError):
-            found[device] = backend_for(group, torch.device(device))
-    return found
+            backends[device] = backend_for(group, torch.device(device))
+    return backends
 
 
 def backend_for(group: ProcessGroup, device: torch.device) -> Any:
@@ -50,8 +50,8 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
     With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch wraps each backend in one that only implements
     the collectives, and raises RuntimeError or does nothing in all other methods (2.8 to 2.15).
     """
-    found = group._get_backend(device)
-    return found.wrapped_pg if isinstance(found, _WRAPPERS) else found
+    backend = group._get_backend(device)
+    return backend.wrapped_pg if isinstance(backend, _WRAPPERS) else backend
 
 
 def wraps_backends() -> bool:
@@ -144,7 +144,7 @@ def connects_without_timeout(backend: CppBackend) -> bool:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an error comes from a failed collective rather than from the program. Pure.
+    """Whether an error comes from a failed collective rather than from the program.
 
     Torch has error classes for this, but gloo and ``ProcessGroupNCCL2`` raise RuntimeError.
     """
@@ -164,21 +164,21 @@ def aborted_groups() -> list[str]:
     The engines record an error before they free the device (seen as for :func:`recovery_settings`).
     So if there is none, the results of an idle device are correct.
     """
-    found = []
+    texts = []
     for group in known_groups():
         for device, backend in live_backends(group, tuple(device_backends(group))).items():
             with suppress(AttributeError, GroupOffloadedError, GroupDestroyedError):
                 error = cast(Any, backend).get_error().name
                 if error != "SUCCESS":
-                    found.append(f"group {label_of(group)}, {device}: {error}")
-    return found
+                    texts.append(f"group {label_of(group)}, {device}: {error}")
+    return texts
 
 
 def raise_for_aborted() -> None:
     """Raise torch's DistBackendError if results on this rank's idle device are wrong."""
-    if found := aborted_groups():
+    if texts := aborted_groups():
         raise DistBackendError(
-            f"a collective was aborted on this rank, and its results are wrong: {'; '.join(found)}."
+            f"a collective was aborted on this rank, and its results are wrong: {'; '.join(texts)}."
             " Call reloadpg.recovery.recover() on all ranks and repeat the step."
         )
 

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
 from .backends import live_backends
-from .tables import Asked, create_without_backends, ranks_of, store_of
+from .tables import GroupRequest, create_without_backends, ranks_of, store_of
 
 COMPILERS_NEW_GROUP = "_new_group_with_tag"
 """The function with which torch's compiler creates its groups."""
@@ -33,8 +33,8 @@ def creator_modules() -> tuple[ModuleType, ...]:
 def creators_outside_tables() -> list[str]:
     """Name the functions of the installed torch whose groups are in none of its tables."""
     methods = ("split_group", "merge_remote_group")
-    found = [f"ProcessGroup.{name}" for name in methods if name in vars(ProcessGroup)]
-    return [*found, "_dist2.new_group"] if find_spec("torch.distributed._dist2") else found
+    names = [f"ProcessGroup.{name}" for name in methods if name in vars(ProcessGroup)]
+    return [*names, "_dist2.new_group"] if find_spec("torch.distributed._dist2") else names
 
 
 def owner_of(name: str) -> tuple[Any, str]:
@@ -69,9 +69,9 @@ def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
     """Run operations as ``batch_isend_irecv`` does for a group whose backend coalesces."""
     first = operations[0]
     with _c10d._coalescing_manager(first.group, first.tensor.device, async_ops=True) as manager:
-        for one in operations:
-            peer = "group_dst" if one.op in (_c10d.isend, _c10d.send) else "group_src"
-            one.op(one.tensor, group=one.group, tag=one.tag, **{peer: one.group_peer})
+        for p2p in operations:
+            peer = "group_dst" if p2p.op in (_c10d.isend, _c10d.send) else "group_src"
+            p2p.op(p2p.tensor, group=p2p.group, tag=p2p.tag, **{peer: p2p.group_peer})
     return cast("list[Any]", manager.works)
 
 
@@ -97,7 +97,7 @@ class CreationByMembers:
     name: str | None = None
     store: Store | None = None
     device: torch.device | None = None
-    without_backends: Callable[[Asked], bool] | None = None
+    without_backends: Callable[[GroupRequest], bool] | None = None
     waits: bool = True
 
     def __enter__(self) -> CreationByMembers:
@@ -183,9 +183,9 @@ class _Hooks:
         if creation is not None and creation.without_backends is not None:
             if not ranks:
                 store = _of_this_start(store)
-            made = _without_backends(creation, size, rank, ranks, backend, store, *args, **kwargs)
-            if made is not None:
-                return made
+            group = _without_backends(creation, size, rank, ranks, backend, store, *args, **kwargs)
+            if group is not None:
+                return group
         helper = self._originals["_new_process_group_helper"]
         return helper(size, rank, ranks, backend, store, *args, **kwargs)
 
@@ -220,9 +220,9 @@ def _without_backends(
         return None
     config = _c10d.BackendConfig(_c10d.Backend(backend))
     desc = "undefined" if group_desc is None else str(group_desc)
-    devices = {device: str(one) for device, one in config.get_device_backend_map().items()}
-    asked = Asked(store, str(name), desc, rank, size, devices, not ranks)
-    if not cast(Any, creation.without_backends)(asked):
+    devices = {device: str(kind) for device, kind in config.get_device_backend_map().items()}
+    request = GroupRequest(store, str(name), desc, rank, size, devices, not ranks)
+    if not cast(Any, creation.without_backends)(request):
         return None
     creation.waits = False
     if pg_tag:
@@ -231,7 +231,7 @@ def _without_backends(
             return existing, store_of(existing)
     if name in _c10d._world.pg_names.values():
         raise ValueError(f"The group name {name!r} has already been created")
-    return create_without_backends(asked, str(backend), str(config), device_id, pg_tag)
+    return create_without_backends(request, str(backend), str(config), device_id, pg_tag)
 
 
 def part_of_split(

@@ -53,21 +53,21 @@ def nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     does this function.
     """
     prefixes = ("NCCL_", "TORCH_NCCL_")
-    found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
-    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **found}
+    given = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
+    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **given}
 
 
 @lru_cache
 def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
+    settings: dict[str, tuple[str, str]] = {}
     own = named or (os.path.join(home, ".nccl.conf") if home else "")
     for path in filter(None, (own, "/etc/nccl.conf")):
         with suppress(OSError), open(path, errors="replace") as file:
             for line in file:
                 name, equals, value = line.partition("=")
                 if equals and not name.lstrip().startswith("#"):
-                    found.setdefault(name.strip(), (value.strip(), path))
-    return found
+                    settings.setdefault(name.strip(), (value.strip(), path))
+    return settings
 
 
 def recovery_settings(
@@ -123,23 +123,23 @@ def nccl_is_concerned(backends: Collection[str] | None) -> bool:
 
 
 def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Say which settings make the release of an NCCL communicator unsafe, and what to do. Pure.
+    """Say which settings make the release of an NCCL communicator unsafe, and what to do.
 
     By ``ProcessGroupNCCL.cpp`` of torch 2.8 to 2.15: with the allocator's hook, each new segment of
     memory is registered with every communicator in a table that ``shutdown()`` does not clear. The
     first default group of the process writes all dumps that a pipe or a timeout requests.
     """
-    found = []
+    cautions = []
     if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") not in ("", "0"):
-        found.append(
+        cautions.append(
             "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps registering memory "
             "with communicators that were released, and freeing memory can then raise an error; "
             "unset it, or deregister memory pools in on_offload() and register them in on_reload()"
         )
     if environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
-        found.append(
+        cautions.append(
             "TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set: only the first default group serves the "
             "flight recorder's pipe, so nothing serves it after a reload; call "
             "torch._C._distributed_c10d._dump_nccl_trace() instead"
         )
-    return found
+    return cautions

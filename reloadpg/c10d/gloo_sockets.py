@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def drop_inherited_connections() -> None:
     """
     with suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for descriptor in [one for sockets in _gloo_sockets() for one in sockets]:
+        for descriptor in chain(*_gloo_sockets()):
             os.dup2(null, descriptor, inheritable=False)
         os.close(null)
 
@@ -52,66 +53,69 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
     connections are shut if no further group has connections. Returns the connections for
     :func:`await_peers`.
     """
-    backends = {group: found for group in groups if (found := _connected_gloo(group))}
+    backends = {group: connected for group in groups if (connected := _connected_gloo(group))}
     devices = _gloo_sockets()
-    own = [one for sockets in devices for one in _connections(sockets)] if backends else []
-    for backend in [one for found in backends.values() for one in found]:
+    # Nothing says which group a socket belongs to. But gloo closes the socket of a receive that
+    # times out: a duplicate whose original is closed is of these groups.
+    own = list(chain(*map(_connections, devices))) if backends else []
+    for backend in chain(*backends.values()):
         _fail_pending(backend)
     shut = []
-    for one, descriptor in own:
-        if _is_open(descriptor, one):
-            one.close()
+    for duplicate, descriptor in own:
+        if _is_open(descriptor, duplicate):
+            duplicate.close()
         else:
-            shut.append(one)
+            shut.append(duplicate)
             with suppress(OSError):
-                one.shutdown(socket.SHUT_WR)
-    rest = [found for sockets in devices if (found := _connections(sockets))]
+                duplicate.shutdown(socket.SHUT_WR)
+    rest = [connections for sockets in devices if (connections := _connections(sockets))]
     hidden = len(groups) - len(backends) + others
     if wraps_backends():
         hidden += len(groups) + others  # each wrapper has a gloo group that compares the calls
+    # With more devices than hidden groups, a device serves a group that stays.
     shuts = len(rest) <= hidden
-    for one, _ in [one for found in rest for one in found]:
-        with one, suppress(OSError):
+    for duplicate, _ in chain(*rest):
+        with duplicate, suppress(OSError):
             if shuts:
-                one.shutdown(socket.SHUT_WR)
+                duplicate.shutdown(socket.SHUT_WR)
     return shut
 
 
 def _connections(sockets: Mapping[int, int]) -> list[tuple[socket.socket, int]]:
     """Duplicates of the connected sockets, with the descriptors of the originals."""
-    found = []
+    duplicates = []
     for descriptor, inode in sockets.items():
         with suppress(OSError):
-            one = socket.socket(fileno=os.dup(descriptor))
+            duplicate = socket.socket(fileno=os.dup(descriptor))
             with suppress(OSError):
-                one.getpeername()  # a socket that listens has none
-                if os.fstat(one.fileno()).st_ino == inode:
-                    found.append((one, descriptor))
+                duplicate.getpeername()  # a socket that listens has none
+                if os.fstat(duplicate.fileno()).st_ino == inode:
+                    duplicates.append((duplicate, descriptor))
                     continue
-            one.close()
-    return found
+            duplicate.close()
+    return duplicates
 
 
 def await_peers(connections: Sequence[socket.socket], seconds: float) -> None:
     """Close shut connections when the peers have closed them, or after a timeout. Blocking."""
     waiting = select.poll()
-    for one in connections:
-        waiting.register(one, select.POLLRDHUP)
+    for connection in connections:
+        waiting.register(connection, select.POLLRDHUP)
     left, end = len(connections), time.monotonic() + seconds
     while left and (pause := end - time.monotonic()) > 0:
         for descriptor, _ in waiting.poll(1e3 * pause):
             waiting.unregister(descriptor)
             left -= 1
-    for one in connections:
-        one.close()
+    for connection in connections:
+        connection.close()
 
 
 def _connected_gloo(group: ProcessGroup) -> list[Any]:
     """The gloo backends of a group that connected all members when they were created. Local."""
-    devices = [one.type for one in getattr(group, "_device_types", ())]
+    devices = [device.type for device in getattr(group, "_device_types", ())]
     lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("", "0", "false", "off", "n")
-    found = live_backends(group, devices).values()
-    return [] if lazy else [one for one in found if type(one) is GLOO]
+    backends = live_backends(group, devices).values()
+    return [] if lazy else [backend for backend in backends if type(backend) is GLOO]
 
 
 def _fail_pending(backend: Any) -> None:
@@ -126,9 +130,9 @@ def _fail_pending(backend: Any) -> None:
 _UNUSED_TAG = 2**31 - 1
 
 
-def _is_open(descriptor: int, one: socket.socket) -> bool:
+def _is_open(descriptor: int, duplicate: socket.socket) -> bool:
     try:
-        return os.fstat(descriptor).st_ino == os.fstat(one.fileno()).st_ino
+        return os.fstat(descriptor).st_ino == os.fstat(duplicate.fileno()).st_ino
     except OSError:
         return False
 
@@ -139,7 +143,7 @@ def _gloo_sockets() -> list[dict[int, int]]:
     A device has an epoll instance that is inherited over ``exec``, with pointers as data, one pipe,
     and its sockets (seen on torch 2.13).
     """
-    found = []
+    devices = []
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError):
             if "eventpoll" not in os.readlink(f"/proc/self/fd/{name}"):
@@ -156,8 +160,8 @@ def _gloo_sockets() -> list[dict[int, int]]:
                         sockets |= {fd: inode} if is_socket else {}
                         others += not is_socket
                 if others == 1:
-                    found.append(sockets)
-    return found
+                    devices.append(sockets)
+    return devices
 
 
 _SERVED = re.compile(r"tfd:\s*(\d+).*?data:\s*([0-9a-f]+).*?ino:([0-9a-f]+)").findall

@@ -61,15 +61,15 @@ def unfinished_collectives(most: int) -> list[str]:
     if hasattr(_cpp, "FlightRecorderHook"):
         other = cast(Any, _cpp)._dump_fr_trace(**arguments, backend="nccl2")
         entries += pickle.loads(other).get("entries", [])
-    found, latest = [], time.time_ns() - _LASTING_NS
-    for one in [one for one in entries if one["time_created_ns"] <= latest][-most:]:
-        group = one["process_group"][0].partition("@")[0]
-        counts = "p2p_seq_id" if one["is_p2p"] else "collective_seq_id"
-        name = one["profiling_name"].partition(":")[2]
-        shapes = ", ".join(map(str, one["input_sizes"][:2]))
+    texts, latest = [], time.time_ns() - _LASTING_NS
+    for entry in [entry for entry in entries if entry["time_created_ns"] <= latest][-most:]:
+        group = entry["process_group"][0].partition("@")[0]
+        counts = "p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"
+        name = entry["profiling_name"].partition(":")[2]
+        shapes = ", ".join(map(str, entry["input_sizes"][:2]))
         what = f"{name} {shapes}".rstrip()
-        found.append(f"{what}, number {one[counts]} of group {group!r}, {one['state']}")
-    return found
+        texts.append(f"{what}, number {entry[counts]} of group {group!r}, {entry['state']}")
+    return texts
 
 
 def symmetric_memory_groups() -> dict[str, tuple[str, str, bool]]:

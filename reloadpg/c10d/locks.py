@@ -25,8 +25,9 @@ calls that wait are made:
 * The lock of one communicator: in parallel threads.
 * A lock that other communicators share: not at all. ``ProcessGroupNCCL2`` (the default of torch
   2.15) has one mutex for a communicator and all that were split from it, and torch splits every
-  group from WORLD there. Such communicators are aborted. A replay never splits, so each
-  communicator that it creates has a separate mutex, and is destroyed.
+  group from WORLD there. Such communicators are aborted, each in an NCCL group call, whose end
+  needs no mutex: so in parallel threads. A replay never splits, so each communicator that it
+  creates has a separate mutex, and is destroyed.
 * An unknown lock: one group at a time, in the shared order, unless ``install(parallelism=...)``
   says otherwise.
 
@@ -66,10 +67,10 @@ _KNOWN_NAMES = frozenset({"gloo", "nccl", "nccl-legacy", "nccl2", "nccl-lazy"})
 
 
 def needs_one_thread(names: Iterable[str]) -> bool:
-    """Whether groups of these backends are best created and released one at a time. Pure."""
+    """Whether groups of these backends are best created and released one at a time."""
     return not _KNOWN_NAMES.issuperset(names)
 
 
 def shares_lock(backends: Iterable[Any]) -> bool:
-    """Whether a split of one of these backends uses the lock of its parent. Pure."""
+    """Whether a split of one of these backends uses the lock of its parent."""
     return any(LOCKS.get(type(backend).__name__) is Lock.FAMILY for backend in backends)

@@ -1,10 +1,11 @@
-"""Suspend and resume of a communicator's memory, by NCCL's functions."""
+"""Calls of NCCL's own functions: suspend and resume, and group calls around torch's calls."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -69,6 +70,33 @@ def resume_backend(backend: CppBackend) -> None:
         cast(Any, backend).resume()
 
 
+@contextmanager
+def group_call() -> Iterator[None]:
+    """Execute the aborts that torch calls in this block, in this thread, at the end of the block.
+
+    NCCL only records them in the block, where torch holds a lock. The end is called without it, so
+    that other threads can abort communicators that share the lock: an abort of a connected
+    communicator takes up to half a second, since NCCL's proxy threads look for it at this interval.
+
+    Raises:
+        RuntimeError: an abort failed.
+    """
+    library = cast(Any, _nccl())
+    if library is None:
+        yield
+        return
+    _check(library, "ncclGroupStart", library.ncclGroupStart())
+    try:
+        yield
+    except BaseException:
+        library.ncclGroupEnd()
+        raise
+    _check(library, "ncclGroupEnd", library.ncclGroupEnd())
+
+
+_IN_PROGRESS = 7
+"""``ncclInProgress``: the call of a communicator that does not block continues."""
+
 _SUSPEND_MEM = 1
 """``NCCL_SUSPEND_MEM`` of ``nccl.h``."""
 
@@ -79,8 +107,12 @@ def _is_nccl(backend: CppBackend) -> bool:
 
 def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
     library = cast(Any, _nccl())
-    result = getattr(library, name)(ctypes.c_void_p(cast(Any, backend)._comm_ptr()), *arguments)
-    if result != 0:
+    pointer = ctypes.c_void_p(cast(Any, backend)._comm_ptr())
+    _check(library, name, getattr(library, name)(pointer, *arguments))
+
+
+def _check(library: Any, name: str, result: int) -> None:
+    if result not in (0, _IN_PROGRESS):
         library.ncclGetErrorString.restype = ctypes.c_char_p
         raise RuntimeError(f"{name}: {library.ncclGetErrorString(result).decode()}")
 

@@ -48,7 +48,7 @@ class Need(NamedTuple):
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
     def applies_to(self, version: Version) -> bool:
-        """Whether the name is used in this version of torch. Pure."""
+        """Whether the name is used in this version of torch."""
         return (self.since or version) <= version <= (self.until or version)
 
 
@@ -509,26 +509,26 @@ def _is_met(need: Need, owners: dict[str, Any], load: bool) -> bool:
         return True
     if isinstance(owner, type):
         return _class_has(owner, need.name) and _has_signature(need, getattr(owner, need.name, 0))
-    found = getattr(owner, need.name, _UNKNOWN)
-    return found is not _UNKNOWN and _has_signature(need, found)
+    value = getattr(owner, need.name, _UNKNOWN)
+    return value is not _UNKNOWN and _has_signature(need, value)
 
 
 def _owner(need: Need, load: bool) -> Any:
     """The owner; None if it is missing, and unknown if it is not loaded or not in this build."""
     module, _, attributes = need.owner.partition(":")
-    found: Any = sys.modules.get(module)
-    if found is None and load:
+    owner: Any = sys.modules.get(module)
+    if owner is None and load:
         try:
-            found = import_module(module)
+            owner = import_module(module)
         except ImportError:
             return None
-    if found is None:
+    if owner is None:
         return None if need.capability == "core" else _UNKNOWN
     for name in attributes.split(".") if attributes else ():
-        if name in _ENGINES and not hasattr(found, name):
+        if name in _ENGINES and not hasattr(owner, name):
             return _UNKNOWN
-        found = getattr(found, name, None)
-    return found
+        owner = getattr(owner, name, None)
+    return owner
 
 
 def _class_has(owner: type, name: str) -> bool:

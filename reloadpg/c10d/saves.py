@@ -47,4 +47,4 @@ def _ended(future: Future[Any]) -> None:
 def saves_on(groups: Collection[ProcessGroup]) -> dict[Future[Any], ProcessGroup]:
     """The running saves that use one of these groups. Local, cheap."""
     running = dict(_running)
-    return {save: used for save, used in running.items() if any(used is one for one in groups)}
+    return {save: used for save, used in running.items() if any(used is group for group in groups)}

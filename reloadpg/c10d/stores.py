@@ -65,14 +65,14 @@ def is_store_host(store: Store, rank: int) -> bool:
 
 
 def _listening(port: int) -> list[str]:
-    found = []
+    inodes = []
     for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with suppress(FileNotFoundError), open(name, encoding="ascii") as file:
             for line in list(file)[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.append(fields[9])
-    return found
+                    inodes.append(fields[9])
+    return inodes
 
 
 def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int) -> list[str]:
@@ -88,11 +88,11 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
     """
     places = {f"{name}//{device}//": backend for device, backend in backends.items()}
     places[f"{name}//"] = "gloo"
-    found = []
+    keys = []
     for place, backend in places.items():
-        found.append(f"{place}0/{rank}")
+        keys.append(f"{place}0/{rank}")
         if rank == 0 and backend != "gloo":
-            found.append(f"{place}0")
+            keys.append(f"{place}0")
     for device, backend in backends.items():
         if backend.startswith("nccl"):
             roots = -(-size // _RANKS_PER_ROOT) if rank == 0 and size > _RANKS_PER_ROOT else 0
@@ -101,5 +101,5 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
             more += [f"{rank}:{peer}" for peer in peers]
             if rank == 0 and _HAS_NCCL2:
                 more.append(f"{name}/nccl_storekey_0")
-            found += [f"{name}//{device}//{key}" for key in more]
-    return found
+            keys += [f"{name}//{device}//{key}" for key in more]
+    return keys

@@ -95,7 +95,7 @@ def entry_of(
     """
     tables = _c10d._world
     ranks = tables.pg_group_ranks.get(group)
-    if ranks is None:  # made by hand, below another library's wrapper
+    if ranks is None:  # created by hand, below another library's wrapper
         ranks = {rank: rank for rank in range(group.size())}
     return (
         tables.pg_names[group],
@@ -139,11 +139,11 @@ def has_peers() -> bool:
 
 
 def has_backends(group: ProcessGroup) -> bool:
-    """Whether a group that torch has made has any backend; one written in Python counts."""
+    """Whether a group that torch created has any backend; one written in Python counts."""
     return type(group) is not ProcessGroup or bool(group._device_types)
 
 
-class Asked(NamedTuple):
+class GroupRequest(NamedTuple):
     """A group that torch is about to create, with this rank as a member.
 
     The store lacks the prefix of the name; ``devices`` are the backends by device type.
@@ -159,17 +159,17 @@ class Asked(NamedTuple):
 
 
 def create_without_backends(
-    asked: Asked, backend: str, config: str, device: Any, tag: str | None
+    request: GroupRequest, backend: str, config: str, device: Any, tag: str | None
 ) -> tuple[ProcessGroup, Store]:
     """Create a group that has no backend, and enter it into the tables as torch does.
 
     The caller enters the ranks. Torch 2.8 to 2.15 enter a group into the same tables. Returns the
     group and its store.
     """
-    name, own = asked.name, PrefixStore(f"{asked.name}/", asked.store)
-    group = ProcessGroup(own, asked.rank, asked.size)
+    name, own = request.name, PrefixStore(f"{request.name}/", request.store)
+    group = ProcessGroup(own, request.rank, request.size)
     group._set_group_name(cast(Any, name))
-    group._set_group_desc(asked.desc)
+    group._set_group_desc(request.desc)
     if device is not None:
         group.bound_device_id = device
     tables = cast(Any, _c10d._world)
@@ -265,13 +265,13 @@ class Unseen:
         self._of_thread.tables = {**seen, "tags_to_pg": {}}
 
     def __exit__(self, *_: object) -> None:
-        made, self._of_thread.tables = self._of_thread.tables or {}, None
+        entered, self._of_thread.tables = self._of_thread.tables or {}, None
         tables = cast(Any, _c10d._world)
         with Unseen._lock:
             Unseen._users -= 1
             if Unseen._users == 0:
                 tables.__class__ = type(tables).__base__
-        for group, name in made["pg_names"].maps[0].items():
+        for group, name in entered["pg_names"].maps[0].items():
             if group not in tables.pg_names and name not in list(tables.pg_names.values()):
                 with suppress(RuntimeError):
                     _cpp._unregister_process_group(name)

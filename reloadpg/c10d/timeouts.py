@@ -13,12 +13,12 @@ from .backends import live_backends
 
 def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timedelta]:
     """Timeouts by device type; devices whose timeout cannot be read are omitted."""
-    found: dict[str, timedelta] = {}
+    timeouts: dict[str, timedelta] = {}
     for device, backend in live_backends(group, devices).items():
         timeout = timeout_of(getattr(backend, "options", None))
         if timeout is not None:
-            found[device] = timeout
-    return found
+            timeouts[device] = timeout
+    return timeouts
 
 
 def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None:

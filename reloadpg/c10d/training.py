@@ -69,15 +69,15 @@ def training_obstacle(module: torch.nn.Module) -> str:
     if lacking := missing("state"):
         return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
     sharded = getattr(sys.modules.get(_FSDP1), "FullyShardedDataParallel", ())
-    for name, one in module.named_modules():
-        where = f"{name or 'it'} is a {type(one).__name__}"
-        if isinstance(one, sharded):
+    for name, part in module.named_modules():
+        where = f"{name or 'it'} is a {type(part).__name__}"
+        if isinstance(part, sharded):
             return f"{where} of FSDP1, whose flat parameters cannot be reset; use fully_shard()"
-        if type(one).__module__.partition(".")[0] == "deepspeed":
+        if type(part).__module__.partition(".")[0] == "deepspeed":
             return f"{where} of DeepSpeed, whose buffers cannot be reset"
-        if isinstance(one, DistributedDataParallel) and not hasattr(one.reducer, "_reset_state"):
+        if isinstance(part, DistributedDataParallel) and not hasattr(part.reducer, "_reset_state"):
             return f"{where}, and this torch cannot reset its reducer"
-        if isinstance(one, DistributedDataParallel) and one.static_graph:
+        if isinstance(part, DistributedDataParallel) and part.static_graph:
             return f"{where} with static_graph=True, whose first step cannot be repeated"
     return ""
 
@@ -92,13 +92,13 @@ def _states(module: torch.nn.Module) -> list[Any]:
     )
     if find is None:
         return []
-    found = {id(state): state for one in module.modules() if (state := find(one)) is not None}
-    return list(found.values())
+    states = {id(state): state for part in module.modules() if (state := find(part)) is not None}
+    return list(states.values())
 
 
 def _groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # 2.8 has one at most
-    return [one for one in (several or [state._fsdp_param_group]) if one is not None]
+    return [group for group in (several or [state._fsdp_param_group]) if group is not None]
 
 
 def _is_unfinished(state: Any) -> bool:
@@ -110,7 +110,7 @@ def _is_unfinished(state: Any) -> bool:
         or any(
             group._training_state.name != "IDLE"
             or group._all_gather_result is not None
-            or any(one.sharded_state.name != "SHARDED" for one in group.fsdp_params)
+            or any(parameter.sharded_state.name != "SHARDED" for parameter in group.fsdp_params)
             for group in _groups(state)
         )
     )
@@ -147,13 +147,14 @@ def _reset_fsdp(state: Any) -> None:
         ):
             setattr(group, name, None)
         group._post_forward_indices.clear()
-        for one in group.fsdp_params:  # whatever the group says: it may have failed between them
+        # Whatever the group says: it may have failed between two parameters.
+        for parameter in group.fsdp_params:
             with torch.no_grad():
-                one.to_sharded()
-            one.grad_offload_event = None
-            if _accumulates_apart(one):
-                one.unsharded_accumulated_grad = None
-            whole = getattr(one, "_unsharded_param", None)
+                parameter.to_sharded()
+            parameter.grad_offload_event = None
+            if _accumulates_apart(parameter):
+                parameter.unsharded_accumulated_grad = None
+            whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None:
                 whole.grad = None
         if hasattr(group, "_set_unsharded_grad_dtypes"):  # from 2.15 on
@@ -173,49 +174,49 @@ def module_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     sharded = {}
     for state in _states(module):
         for group in _groups(state):
-            for one in group.fsdp_params:
-                places = [(one._module_info.module, one._module_info.param_name)]
+            for parameter in group.fsdp_params:
+                places = [(parameter._module_info.module, parameter._module_info.param_name)]
                 places += zip(
-                    one._module_info.shared_modules,
-                    one._module_info.shared_param_names,
+                    parameter._module_info.shared_modules,
+                    parameter._module_info.shared_param_names,
                     strict=True,
                 )
-                sharded.update({(id(owner), name): one.sharded_param for owner, name in places})
-    found: dict[int, torch.nn.Parameter] = {}
+                sharded.update({(id(o), name): parameter.sharded_param for o, name in places})
+    parameters: dict[int, torch.nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in registered_parameters(owner).items():
             if parameter is not None:
-                kept = sharded.get((id(owner), name), parameter)
-                found[id(kept)] = kept
-    return list(found.values())
+                used = sharded.get((id(owner), name), parameter)
+                parameters[id(used)] = used
+    return list(parameters.values())
 
 
 def held_gradients(module: torch.nn.Module) -> list[tuple[Any, str]]:
     """Where FSDP2 keeps gradients that are being accumulated: objects and their attributes."""
-    found: list[tuple[Any, str]] = []
+    places: list[tuple[Any, str]] = []
     for state in _states(module):
         for group in _groups(state):
-            found.append((group, "_partial_reduce_output"))
-            for one in group.fsdp_params:
-                if _accumulates_apart(one):
-                    found.append((one, "unsharded_accumulated_grad"))
-                if hasattr(one, "_unsharded_param"):
-                    found.append((one._unsharded_param, "grad"))
-    return [(owner, name) for owner, name in found if getattr(owner, name, None) is not None]
+            places.append((group, "_partial_reduce_output"))
+            for parameter in group.fsdp_params:
+                if _accumulates_apart(parameter):
+                    places.append((parameter, "unsharded_accumulated_grad"))
+                if hasattr(parameter, "_unsharded_param"):
+                    places.append((parameter._unsharded_param, "grad"))
+    return [(owner, name) for owner, name in places if getattr(owner, name, None) is not None]
 
 
 def step_flags(module: torch.nn.Module) -> list[tuple[Any, str]]:
     """The settings of a module that change within a step: objects and attributes."""
-    found: list[tuple[Any, str]] = [(one, "training") for one in module.modules()]
-    for one in module.modules():
-        if isinstance(one, DistributedDataParallel):
-            found += [(one, name) for name in _DDP_FLAGS]
+    flags: list[tuple[Any, str]] = [(part, "training") for part in module.modules()]
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            flags += [(part, name) for name in _DDP_FLAGS]
     for state in _states(module):
         context = state._state_ctx
-        found += [(context, name) for name in _CONTEXT_FLAGS if hasattr(context, name)]
+        flags += [(context, name) for name in _CONTEXT_FLAGS if hasattr(context, name)]
         for group in _groups(state):
-            found += [(group, name) for name in _FLAGS if hasattr(group, name)]
-    return found
+            flags += [(group, name) for name in _FLAGS if hasattr(group, name)]
+    return flags
 
 
 def refuse_unfinished() -> int:
@@ -229,7 +230,7 @@ def refuse_unfinished() -> int:
     if kind is None:
         return 0
     count = 0
-    for state in [one for one in gc.get_objects() if isinstance(one, kind)]:
+    for state in [item for item in gc.get_objects() if isinstance(item, kind)]:
         # Only the root has begun; in torch 2.8 to 2.15 all states share its context.
         if getattr(state, "_is_root", None) and any(
             map(_is_unfinished, state._state_ctx.all_states)
@@ -263,10 +264,10 @@ def reset_step(module: torch.nn.Module) -> None:
     """
     for state in _states(module):
         _reset_fsdp(state)
-    for one in module.modules():
-        if isinstance(one, DistributedDataParallel):
-            one._has_rebuilt_buckets = False
-            one.reducer._reset_state()
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            part._has_rebuilt_buckets = False
+            part.reducer._reset_state()
 
 
 def stages_of(schedule: Any) -> Sequence[Any]:
@@ -281,8 +282,8 @@ def reset_pipeline(schedule: Any, stages: Sequence[Any]) -> None:
         if hasattr(stage, "_gradient_reduction_handle"):  # from 2.15 on; a wait for it would raise
             stage._gradient_reduction_handle = None
             for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-                for one in received:  # a buffer each step, which is refused while one is there
-                    one.buffer = None
+                for info in received:  # a buffer each step, which is refused while one is there
+                    info.buffer = None
         stage.clear_runtime_states()
 
 
@@ -292,25 +293,25 @@ def remake_step(module: torch.nn.Module) -> None:
     A new process orders its gradients differently until its first step has ended, and all ranks
     must use one order.
     """
-    for one in module.modules():
-        if isinstance(one, DistributedDataParallel):
-            private = cast(Any, one)
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            private = cast(Any, part)
             parameters, sparse = private._build_params_for_reducer()
             names = private._build_debug_param_to_name_mapping(parameters)
             private._has_rebuilt_buckets = False
             private.reducer._remove_autograd_hooks()
-            private._ddp_init_helper(parameters, sparse, names, one.static_graph)
-            if one.static_graph:
+            private._ddp_init_helper(parameters, sparse, names, part.static_graph)
+            if part.static_graph:
                 private.reducer._set_static_graph()
 
 
 def replicas_of(module: torch.nn.Module, rank: int) -> set[int] | None:
     """The ranks with the same parameters, by DDP's groups and DTensors' meshes; None if unknown."""
-    found: set[int] | None = None
-    for one in module.modules():
-        if isinstance(one, DistributedDataParallel):
-            same = {*ranks_of(one.process_group)}
-            found = same if found is None else found & same
+    replicas: set[int] | None = None
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            same = {*ranks_of(part.process_group)}
+            replicas = same if replicas is None else replicas & same
     for parameter in module_parameters(module):
         placements = getattr(parameter, "placements", None)
         if placements is None:
@@ -323,8 +324,8 @@ def replicas_of(module: torch.nn.Module, rank: int) -> set[int] | None:
                 if not placements[dim].is_replicate():
                     ranks = ranks.select(dim, int(here[0][dim]))
         same = {*ranks.flatten().tolist()}
-        found = same if found is None else found & same
-    return found
+        replicas = same if replicas is None else replicas & same
+    return replicas
 
 
 # -- GradScaler -----------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def scaler_stages(scaler: Any) -> dict[int, dict[str, Any]] | None:
     if stages is None:
         return None
     return {
-        key: {name: dict(one) if isinstance(one, dict) else one for name, one in stage.items()}
+        key: {name: dict(v) if isinstance(v, dict) else v for name, v in stage.items()}
         for key, stage in stages.items()
     }
 

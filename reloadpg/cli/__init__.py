@@ -17,6 +17,7 @@ from pathlib import Path
 from .. import __version__
 from ..settings import unknown_variables
 from .bench import add as add_bench
+from .completion import add as add_completion
 from .console import CommandError, say
 from .demo import add as add_demo
 from .doctor import add as add_doctor
@@ -30,7 +31,7 @@ __all__ = ["main"]
 
 SUBCOMMANDS = (
     *(add_demo, add_doctor, add_status, add_trace, add_explain, add_bench),
-    *(add_run, add_standins),
+    *(add_run, add_standins, add_completion),
 )
 """Each adds one subcommand's parser. The parser sets defaults in the parsed options: ``run``, which
 takes the options and returns the exit code; ``needs``, the extra of each required module;

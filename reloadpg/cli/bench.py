@@ -40,6 +40,7 @@ def add(subcommands: Any) -> None:
             "medians over the cycles. For each cycle, the slowest rank counts. Exit code 1 if a "
             "rank failed."
         ),
+        epilog="Example: reloadpg bench --ranks 2 --groups 4 --backend gloo",
     )
     parser.add_argument(
         "--ranks", type=positive, metavar="N", help="processes (default: 2; on GPUs one per GPU)"

@@ -38,6 +38,7 @@ def add(subcommands: Any) -> None:
             "process groups, generate in the released memory, reload. Run it again without "
             "reloadpg and compare the losses bit by bit. Exit code 1 if anything differs."
         ),
+        epilog="Example: reloadpg demo --ranks 2 --cycles 2",
     )
     ranks = "processes (default: 4; on GPUs one per GPU, at most 4)"
     parser.add_argument("--ranks", type=positive, metavar="N", help=ranks)

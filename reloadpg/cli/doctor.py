@@ -148,6 +148,7 @@ def add(subcommands: Any) -> None:
             "groups, modules that imported these functions early, the launcher, and the ranks of "
             "a running job. Exit code 1 if there is a problem."
         ),
+        epilog="Example: reloadpg doctor train.py --report",
     )
     parser.add_argument(
         "script",

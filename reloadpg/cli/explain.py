@@ -71,6 +71,7 @@ def add(subcommands: Any) -> None:
             "how much memory an offload would release. Exit code 1 if the script raised or "
             "created no group."
         ),
+        epilog="Example: reloadpg explain train.py --world-size 64 -- --config small.yaml",
     )
     parser.add_argument("script", metavar="SCRIPT", help="the script; its arguments follow --")
     parser.add_argument(
@@ -296,16 +297,20 @@ def _last_output(text: str) -> list[str]:
 
 
 def _table(groups: Sequence[Record]) -> list[Line]:
-    """The groups as rows, the most important columns first, since a terminal cuts rows off."""
+    """The groups as rows, the most important columns first, since a terminal cuts rows off.
+
+    Reasons are below the table, so that a terminal of 80 columns shows who created a group.
+    """
+    reasons = _reasons(groups)
     columns: dict[str, Callable[[Record], object]] = {
-        "group": lambda one: one["name"] if len(one["name"]) <= 16 else f"{one['name'][:8]}...",
-        "desc": lambda one: one["desc"],
+        "group": lambda one: one["name"] if len(one["name"]) <= 9 else f"{one['name'][:6]}...",
         "size": lambda one: len(one["ranks"]),
-        "reloadpg": _outcome,
-        "ranks": lambda one: _short_ranks(one["ranks"]),
+        "reloadpg": lambda one: _outcome(one, reasons),
         "backend": lambda one: one["backend"],
-        "set": lambda one: one["set"] or "",
         "created by": lambda one: one["made_by"],
+        "set": lambda one: one["set"] or "",
+        "ranks": lambda one: _short_ranks(one["ranks"]),
+        "desc": lambda one: one["desc"],
     }
     if len({one["set"] for one in groups}) < 2:
         del columns["set"]
@@ -314,10 +319,22 @@ def _table(groups: Sequence[Record]) -> list[Line]:
     return [replace(line, indent=None) for line in tabled(list(columns), rows, tones)]
 
 
-def _outcome(group: Record) -> str:
+DESTROYED = "destroyed later"
+
+
+def _reasons(groups: Sequence[Record]) -> list[str]:
+    """What the page says of groups below the table, in the order of its numbers."""
+    found = [one["reason"] for one in groups if one["reason"]]
+    found += [DESTROYED for one in groups if one["destroyed"]]
+    return list(dict.fromkeys(found))
+
+
+def _outcome(group: Record, reasons: Sequence[str]) -> str:
+    """``reloadable`` or ``bypassed``, with the numbers of the reasons."""
+    its = (group["reason"], DESTROYED if group["destroyed"] else "")
+    numbers = ", ".join(str(reasons.index(one) + 1) for one in its if one)
     outcome = "reloadable" if group["reloadable"] else "bypassed"
-    parts = (outcome, group["reason"], "destroyed later" * group["destroyed"])
-    return ", ".join(filter(None, parts))
+    return f"{outcome} ({numbers})" if numbers else outcome
 
 
 def _short_ranks(ranks: Sequence[int]) -> str:
@@ -335,7 +352,9 @@ def _summary(result: Record, device: str) -> list[Line]:
     groups, memory = result["groups"], result["memory"]
     share = f"{sum(one['reloadable'] for one in groups)} of {counted(len(groups), 'group')}"
     lines = [Line(f"{share} of this rank would be reloadable.", "head")]
-    lines += [Line(f"  {n} would not: {reason}") for reason, n in result["bypassed"].items()]
+    for number, reason in enumerate(_reasons(groups), 1):
+        count = result["bypassed"].get(reason, 0)
+        lines.append(Line(f"  ({number}) {f'{count} would not: ' if count else ''}{reason}", "", 6))
     none = not any(one["reloadable"] for one in groups)
     if none and not result["device_is_here"] and all("gloo" in one["backend"] for one in groups):
         lines.append(

@@ -34,6 +34,7 @@ def add(subcommands: Any) -> None:
         help="start the ranks of a job, and restart a rank that dies",
         description="Start a job's ranks on this host. Restart a rank that dies, while the others "
         "wait for it in recover() or retrying().",
+        epilog="Example: reloadpg run --nproc-per-node 8 train.py --its-options",
     )
     number = {"type": int, "metavar": "N"}
     parser.add_argument("--nproc-per-node", default=1, help="ranks on each host (1)", **number)

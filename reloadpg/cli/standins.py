@@ -19,12 +19,13 @@ def add(subcommands: Any) -> None:
         "standins",
         help="run torch's ProcessGroupNCCL over stand-ins for CUDA and NCCL",
         description=(
-            "Run a program with torch's CUDA build on a machine without a GPU: device memory is "
-            "host memory, NCCL's operations run on the CPU, and launching a kernel raises an "
-            "error. Uses of released communicators are reported at the end, with exit code 1. "
-            "Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py"
+            "Run a program with torch's CUDA build on a machine without a GPU. Device memory is\n"
+            "host memory, and NCCL's operations run on the CPU. So do torch's operators, by their\n"
+            "CPU kernels. Other kernels (of extensions, cuBLAS, cuDNN) raise an error. Uses of\n"
+            "released communicators are reported at the end, with exit code 1."
         ),
-        epilog=f"environment variables that the program's processes read:\n{variables}",
+        epilog=f"environment variables that the program's processes read:\n{variables}\n\n"
+        "Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -40,6 +40,7 @@ def add(subcommands: Any) -> None:
             "runs or a rank has a problem: missing, gone, stopped, silent, failed, not installed, "
             "or stuck."
         ),
+        epilog="Example: reloadpg status /tmp/job --watch",
     )
     parser.add_argument(
         "directory",

@@ -117,6 +117,7 @@ def add(subcommands: Any) -> None:
             "waited for other ranks, its phases, memory in use, and errors. Exit code 1 if there "
             "is no operation to show. Trace files also open in ui.perfetto.dev."
         ),
+        epilog="Example: reloadpg trace /tmp/job --last 2",
     )
     parser.add_argument(
         "path",

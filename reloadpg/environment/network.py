@@ -17,6 +17,7 @@ from ipaddress import ip_address
 from typing import Any, Literal
 
 from ..errors import InvalidOptionError
+from ..texts import is_first_of_host
 from .model import DistributedEnvironment, Export, ip_of
 
 Network = Literal["auto", "off"] | dict[str, str]
@@ -201,7 +202,7 @@ def interface_in_use() -> str:
 
 
 def _changes(network: Network, variables: Mapping[str, str]) -> dict[str, str]:
-    if variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+    if variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0" and is_first_of_host():
         logging.getLogger(__name__).warning(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a collective whose peer died will wait "
             "indefinitely. The value is kept; unset it to use torch's default"

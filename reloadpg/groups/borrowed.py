@@ -83,16 +83,16 @@ class Lease:
 
     def lend(self, thing: Any, device: str) -> Lent:
         """Return the object that stands for one of torch's; the same one while it is referenced."""
-        found = self.lent.get(id(thing))
-        if found is None:
+        lent = self.lent.get(id(thing))
+        if lent is None:
             kind: Any = type(thing)
-            found = self.lent[id(thing)] = _stand_in_for(kind)(self, thing, device)
-        return found
+            lent = self.lent[id(thing)] = _stand_in_for(kind)(self, thing, device)
+        return lent
 
     def end(self) -> None:
         """Drop torch's objects: every later use raises. Local."""
-        for one in list(self.lent.values()):
-            object.__setattr__(one, "_lent", None)
+        for lent in list(self.lent.values()):
+            object.__setattr__(lent, "_lent", None)
 
 
 @dataclass
@@ -198,7 +198,7 @@ def _lend(group: _Group, thing: Any, device: str, what: str, frame: FrameType) -
 
 def borrowed(groups: Iterable[_Group]) -> tuple[Borrowed, ...]:
     """List what other code holds of these groups. Local, from any thread."""
-    found = []
+    rows = []
     shared = c10d.symmetric_memory_groups()
     for group in groups:
         name = group.name
@@ -206,12 +206,12 @@ def borrowed(groups: Iterable[_Group]) -> tuple[Borrowed, ...]:
         for what, loan in [] if loans is None else loans.held():
             ended = loans is None or loan.lease is not loans.lease
             number = loan.lease.generation
-            found.append(Borrowed(name, what, loan.by, loan.where, number, ended, loan.raw))
+            rows.append(Borrowed(name, what, loan.by, loan.where, number, ended, loan.raw))
         if name in shared and group.lends:
             by, where, raw = shared[name]
             here = group.generation
-            found.append(Borrowed(name, "symmetric memory", by, where, here, ended=False, raw=raw))
-    return tuple(found)
+            rows.append(Borrowed(name, "symmetric memory", by, where, here, ended=False, raw=raw))
+    return tuple(rows)
 
 
 # -- lent objects -------------------------------------------------------------------------------
@@ -313,15 +313,15 @@ def _stand_in_for(torchs: type) -> type[Lent]:
             members[name] = staticmethod(getattr(torchs, name))
         else:
             members[name] = _method(name) if callable(value) else _property(name)
-    methods = [one for value in members.values() for one in (value, getattr(value, "fget", None))]
-    c10d.skip_in_compiled_code(one for one in methods if getattr(one, "__module__", "") == __name__)
+    methods = [f for value in members.values() for f in (value, getattr(value, "fget", None))]
+    c10d.skip_in_compiled_code(f for f in methods if getattr(f, "__module__", "") == __name__)
     return type(torchs.__name__, (Lent,), members)
 
 
 for _scope in (globals(), *map(vars, (Lease, _Loan, Loans, Lent))):
     c10d.skip_in_compiled_code(
-        one
+        function
         for value in _scope.values()
-        for one in (value, getattr(value, "fget", None))
-        if getattr(one, "__module__", None) == __name__ and hasattr(one, "__code__")
+        for function in (value, getattr(value, "fget", None))
+        if getattr(function, "__module__", None) == __name__ and hasattr(function, "__code__")
     )

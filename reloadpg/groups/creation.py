@@ -186,14 +186,14 @@ class Construction:
     def options(self) -> object:
         """``pg_options``, from the caller or read from the group."""
         given = self.call.given
-        found = given.get("pg_options", given.get("backend_options"))
-        return self.defaults[0] if found is None else found
+        options = given.get("pg_options", given.get("backend_options"))
+        return self.defaults[0] if options is None else options
 
     @cached_property
     def timeout(self) -> timedelta | None:
         """The timeout, from the caller or read from the group; None for torch's default."""
-        found: timedelta | None = self.call.given.get("timeout")
-        return self.defaults[1] if found is None else found
+        timeout: timedelta | None = self.call.given.get("timeout")
+        return self.defaults[1] if timeout is None else timeout
 
     @property
     def size(self) -> int:
@@ -274,10 +274,10 @@ class Construction:
         elif part:
             call = call.replacing("backend", backend)
         with verbatim(), creation:
-            made = call()
-        if c10d.is_non_member(made):
+            group = call()
+        if c10d.is_non_member(group):
             raise RuntimeError("torch returned the value for non-members to a member of the group")
-        return cast(ProcessGroup, made)
+        return cast(ProcessGroup, group)
 
 
 def by_members(

@@ -22,7 +22,7 @@ class Decorator:
     """
 
     def __call__(self, function: F) -> F:
-        kind = next((kind for kind, found in _GENERATORS.items() if _is(function, found)), "")
+        kind = next((kind for kind, test in _GENERATORS.items() if _is(function, test)), "")
         if kind:
             raise InvalidOptionError(
                 f"{self._shown} cannot decorate {_name(function)}, which is {kind}: its body runs "

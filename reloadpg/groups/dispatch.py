@@ -1,6 +1,6 @@
 """Dispatch of a group's collectives and controls to its live communicator.
 
-Every name of ``ProcessGroup`` in torch 2.8 to 2.15 is listed below. The methods are made from two
+Every name of ``ProcessGroup`` in torch 2.8 to 2.15 is listed below. The methods are built from two
 templates. Each forwards to ``self._inner``: the live group, or the placeholder that raises.
 
 A collective costs one more Python call than on a plain group (benchmarks/dispatch.py). A call with
@@ -35,12 +35,14 @@ _KINDS = {
         _backend_id _get_backend _get_sequence_number_for_group _register_backend
         _set_default_backend _set_sequence_number_for_group get_backend get_reconfigure_handle
         merge_remote_group monitored_barrier new_window reconfigure register_abort_hook
-        register_post_hook register_pre_hook split_group
+        split_group
     """,
-    # controls that do nothing without a communicator: its hooks have ended with it
+    # the opposite of controls; they need no communicator
     "removals": "unregister_abort_hook unregister_post_hook unregister_pre_hook",
     # controls that are repeated after a rebuild
-    "carried": "_enable_collectives_timing _register_on_completion_hook",
+    "carried": """
+        _enable_collectives_timing _register_on_completion_hook register_post_hook register_pre_hook
+    """,
     # properties of the live communicator; False without one
     "queries": """
         supports_abort_hooks supports_completion_hooks supports_reconfigure supports_window
@@ -137,6 +139,12 @@ def _carried(self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _removal(self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = self._inner.METHOD(*args, **kwargs)
+    self._managed.forget_hook("METHOD", *args, **kwargs)
+    return result
+
+
 def _query(self: Any) -> bool:
     return getattr(self._inner, "METHOD", False)
 
@@ -155,12 +163,13 @@ def _method(template: Any, name: str) -> FunctionType:
 
 for _template, _names in (
     (_collective, _OF["forwarded"]),
-    (_control, _OF["controls"] | _OF["removals"] | UNKNOWN),
+    (_control, _OF["controls"] | UNKNOWN),
     (_carried, _OF["carried"]),
+    (_removal, _OF["removals"]),
     (_query, _OF["queries"]),
 ):
     # hasattr() must give the same result as on a plain group of the installed torch
     for _name in _NAMES & _names:
-        _made = _method(_template, _name)
-        setattr(Dispatch, _name, property(_made) if _template is _query else _made)
+        _member = _method(_template, _name)
+        setattr(Dispatch, _name, property(_member) if _template is _query else _member)
 c10d.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))

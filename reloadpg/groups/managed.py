@@ -172,8 +172,8 @@ class ManagedGroup:
     @property
     def kept(self) -> ProcessGroup | None:
         """The backends that stay alive while the group is offloaded, if any."""
-        kept: ProcessGroup | None = self.target.kept
-        return kept
+        backends: ProcessGroup | None = self.target.kept
+        return backends
 
     def release_kept(self) -> None:
         """Drop the backends that stay alive while the group is offloaded."""
@@ -211,19 +211,23 @@ class ManagedGroup:
             The group that torch created; the caller destroys it.
         """
         inner = self.communicator
+        # A suspended group was remembered when it was suspended, and its backends lack a timeout
+        # that was set since.
         if self.is_live:
             self._remember(inner)
-        self.state = state
+        self.state = state  # before `current`: of a live group, `current` is torch's group
         self._put(Offloaded(self, self._kept_group(inner), reason))
         self.last_error = reason
         self._end_loans()
-        self._released = weakref.ref(inner)
+        self._released = weakref.ref(inner)  # weak: the communicator's memory must be freed
         c10d.drop_generation(self.proxy)
         return inner
 
     def attach(self, inner: ProcessGroup, generation: int) -> None:
         """Make a rebuilt group the live one, with the settings of its predecessor."""
         proxy = self.proxy
+        # All settings come before `_make_live`. Another thread may use the group from then on, and
+        # a call that raises here leaves the placeholder in place.
         if isinstance(self.current, Offloaded) and self.current.kept is not None:
             c10d.add_backends(inner, self._kept_backends(self.current.kept))
         c10d.take_generation(inner, proxy)
@@ -252,13 +256,13 @@ class ManagedGroup:
 
     def await_members(self) -> None:
         """Set a group that was created without backends to failed, until ``rejoin``."""
-        made = self.construction
+        construction = self.construction
         self.detach(GroupState.FAILED, "This process replaces one that has ended.")
         self.current.kept = None
         self.current.remedy = "Call reloadpg.recovery.rejoin() once all groups are created."
-        self.backend_name = next(iter(made.devices.values()))
-        timeout = made.timeout or c10d.default_timeout(made.backend)
-        self._timeouts = dict.fromkeys(made.devices, timeout)
+        self.backend_name = next(iter(construction.devices.values()))
+        timeout = construction.timeout or c10d.default_timeout(construction.backend)
+        self._timeouts = dict.fromkeys(construction.devices, timeout)
 
     def fail(self, reason: str) -> None:
         """Mark an offloaded group as failed, with the reason."""
@@ -267,8 +271,19 @@ class ManagedGroup:
         self.current.reason = reason
 
     def leave_out(self, reason: str) -> None:
-        """Record why a reload leaves the group without a communicator."""
+        """Mark a failed group as offloaded, and record why it stays so."""
+        if self.state is GroupState.FAILED:
+            self.state = GroupState.OFFLOADED
         self.last_error = self.current.reason = reason
+
+    def forget_hook(self, removal: str, hook_id: int) -> None:
+        """Do not register a hook on the next generation. Local, idempotent."""
+        name = removal.removeprefix("un")
+        self.calls = tuple(
+            call
+            for call in self.calls
+            if call[0] != name or hook_id not in (*call[1][:1], call[2].get("hook_id"))
+        )
 
     def clear_failure(self) -> None:
         """Mark a failed group as offloaded, after a completed offload. Idempotent."""
@@ -341,12 +356,14 @@ class ManagedGroup:
         """Dispatch to this live group or placeholder from now on."""
         target = current
         if self.under_way is not None:
+            # A failure of another rank may still release the group, so only the operation's threads
+            # use it. The backends that stay alive in an offload serve all threads.
             is_placeholder = isinstance(current, Offloaded)
-            kept = current.kept if is_placeholder else self._kept_group(current)
-            target = Offloaded(self, kept, under_way=self.under_way, current=current)
+            backends = current.kept if is_placeholder else self._kept_group(current)
+            target = Offloaded(self, backends, under_way=self.under_way, current=current)
         self.current, self.target = current, target
         proxy = self._proxy()
-        if proxy is not None:
+        if proxy is not None:  # the program may have deleted it during the operation
             proxy._inner = target
 
     def _make_live(self, inner: Any) -> None:
@@ -364,11 +381,11 @@ class ManagedGroup:
             self.symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", self.symm_mem)
 
     def _kept_group(self, inner: Any) -> ProcessGroup | None:
-        made = self.construction
-        if not made.is_mixed:
+        if not self.construction.is_mixed:
             return None
-        store = c10d.store_of(self.proxy)
-        return c10d.group_of_backends(made.rank, made.size, store, self._kept_backends(inner))
+        construction, store = self.construction, c10d.store_of(self.proxy)
+        backends = self._kept_backends(inner)
+        return c10d.group_of_backends(construction.rank, construction.size, store, backends)
 
     def _kept_backends(self, group: ProcessGroup) -> Mapping[str, tuple[str, CppBackend]]:
         backends = c10d.live_backends(group, self.construction.kept)

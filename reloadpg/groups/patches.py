@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,6 +17,7 @@ from typing import Any
 import wrapt
 
 from .. import c10d
+from ..texts import warn
 from .registry import registry
 from .wrappers import Wrapper, wrappers
 
@@ -68,18 +68,18 @@ class Patches:
         that the other library left unchanged get our wrapper around torch's function.
         """
         put: dict[int, tuple[Any, Any]] = {}
-        found: list[_Patch] = []
+        planned: list[_Patch] = []
         for name, wrapper_of in wrappers().items():
             for original in _originals(name):
                 put[id(original)] = (original, _wrapped(name, original, wrapper_of))
             owner, attribute = c10d.owner_of(name) if "." in name else (None, name)
             if isinstance(owner, type):
                 original = vars(owner)[attribute]
-                found.append(_Patch(owner, attribute, original, wrapper_of(original)))
-        found += [_Patch(owner, attribute, *put[key]) for owner, attribute, key in _bindings(put)]
+                planned.append(_Patch(owner, attribute, original, wrapper_of(original)))
+        planned += [_Patch(owner, attribute, *put[key]) for owner, attribute, key in _bindings(put)]
         applied = cls()
         try:
-            for patch in found:
+            for patch in planned:
                 setattr(patch.owner, patch.attribute, patch.replacement)
                 applied.patches.append(patch)
         except Exception:
@@ -92,11 +92,11 @@ class Patches:
         if lacking := c10d.missing("saves"):
             if "saves" not in registry.warned:
                 registry.warned.add("saves")
-                warnings.warn(
+                warn(
                     f"reloadpg: an offload does not wait for async_save() with this torch, which "
                     f"lacks {c10d.describe_needs(lacking)}. Wait for the result() of each save "
                     "before an offload; otherwise the checkpoint can be lost.",
-                    stacklevel=2,
+                    of_host=True,
                 )
             return
         name, attribute = c10d.SAVER
@@ -130,17 +130,17 @@ class Patches:
 
 def _originals(name: str) -> list[Any]:
     """List the functions that torch's modules bind to the name, and those that they wrap."""
-    found: list[Any] = []
+    functions: list[Any] = []
     homes: tuple[Any, ...] = c10d.creator_modules()
     if "." in name:
         owner, name = c10d.owner_of(name)
         homes = () if isinstance(owner, type) else (owner,)
     for home in homes:
         value = vars(home).get(name)
-        while value is not None and all(value is not other for other in found):
-            found.append(value)
+        while value is not None and all(value is not other for other in functions):
+            functions.append(value)
             value = getattr(value, "__wrapped__", None)
-    return found
+    return functions
 
 
 @functools.cache

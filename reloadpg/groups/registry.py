@@ -43,7 +43,7 @@ class Options:
         return 8 if self.parallelism is None else self.parallelism
 
     def settings(self) -> dict[str, Any]:
-        """Return the options by name, as plain values. Pure."""
+        """Return the options by name, as plain values."""
         selection = self.selection
         named = selection.backends
         return {
@@ -68,7 +68,7 @@ class JobHooks:
         """Whether this process replaces another one and has not rejoined its job. Local, cheap."""
         return False
 
-    def before_world(self) -> Callable[[c10d.Asked], bool] | None:
+    def before_world(self) -> Callable[[c10d.GroupRequest], bool] | None:
         """Called before a default group is created; returns whether to create it without backends.
 
         None if no process can be replaced.
@@ -91,9 +91,11 @@ class Registry:
         self.patches: Any = None
         """The ``Patches`` of the installation; None without one."""
         self.by_environment = False
-        """Whether ``RELOADPG_AUTOINSTALL`` made the installation."""
+        """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
+        self.renamed_backends: dict[str, str] = {}
+        """Backends that ``new_group`` creates in place of requested ones, by an integration."""
         self.hooks = JobHooks()
         self._disowned: list[Any] = []
         """The parent's communicators in a forked child: their destructors would wait."""
@@ -141,7 +143,7 @@ class Registry:
 
     def unmanaged(self) -> list[tuple[ProcessGroup, str]]:
         """List the groups that are selected but not managed, with the reason."""
-        found = [
+        rows = [
             (group, self.left_alone.get(group, _RAW))
             for group, bypass in self._others()
             if bypass is None
@@ -149,8 +151,8 @@ class Registry:
         if self.options is not None:
             for group, reason in list(self.outside_tables.items()):
                 if bypass_of(group, self.options.selection) is None:
-                    found.append((group, reason))
-        return found
+                    rows.append((group, reason))
+        return rows
 
     def bypassed(self) -> list[tuple[ProcessGroup, Bypass]]:
         return [(group, bypass) for group, bypass in self._others() if bypass is not None]
@@ -173,7 +175,7 @@ class Registry:
 
 
 def _managed_groups() -> list[ManagedGroup]:
-    return [group for one in c10d.known_groups() if (group := managed(one)) is not None]
+    return [record for group in c10d.known_groups() if (record := managed(group)) is not None]
 
 
 def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:

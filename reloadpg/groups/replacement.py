@@ -19,30 +19,30 @@ from .registry import registry
 from .sets import TRAINER
 
 
-def is_without_backends(asked: c10d.Asked) -> bool:
+def is_without_backends(request: c10d.GroupRequest) -> bool:
     """Whether to create a group without a backend. Raises for a group that would bypass."""
-    if asked.size == 1:
+    if request.size == 1:
         return False  # its creation waits for no other rank
-    refuse_bypassed(asked)
+    refuse_bypassed(request)
     return True
 
 
-def refuse_bypassed(asked: c10d.Asked) -> None:
+def refuse_bypassed(request: c10d.GroupRequest) -> None:
     """Refuse a group of a process that replaces another one, if it would bypass. Local."""
     options = registry.options
     bypass = options and options.selection.bypass(
-        asked.devices,
-        asked.size,
-        name=asked.name,
-        desc=asked.desc,
-        is_world=asked.is_world,
-        in_set=TRAINER if asked.is_world else options.selection.set_now(),
+        request.devices,
+        request.size,
+        name=request.name,
+        desc=request.desc,
+        is_world=request.is_world,
+        in_set=TRAINER if request.is_world else options.selection.set_now(),
     )
     if bypass:
         raise ReloadpgError(
-            f"group {asked.name!r} ({described(asked.desc, range(asked.size))}) cannot be created: "
-            "this process replaces one that has ended, so the other members do not take part in "
-            f"its creation, and it is not reloadable: {bypass.reason}. Call "
+            f"group {request.name!r} ({described(request.desc, range(request.size))}) cannot be "
+            "created: this process replaces one that has ended, so the other members do not take "
+            f"part in its creation, and it is not reloadable: {bypass.reason}. Call "
             f"install({bypass.remedy}) in all ranks, before the job begins."
         )
 
@@ -65,6 +65,6 @@ def split_alone(call: Call) -> Any:
         name, c10d.store_of(parent), without_backends=is_without_backends
     )
     with verbatim(), creation:
-        made = alone()
-    made.bound_device_id = parent.bound_device_id  # as torch does, for any backend
-    return made
+        group = alone()
+    group.bound_device_id = parent.bound_device_id  # as torch does, for any backend
+    return group

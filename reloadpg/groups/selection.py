@@ -126,9 +126,9 @@ class Selection:
             return self.managed_set(regions[-1])
         if self.sets:
             for module in creators():
-                found = _set_of(self.sets, module)
-                if found is not _NO_RULE:
-                    return self.managed_set(found)
+                set_name = _set_of(self.sets, module)
+                if set_name is not _NO_RULE:
+                    return self.managed_set(set_name)
         return self.managed_set(TRAINER)
 
     def managed_set(self, name: str | None) -> str | None:
@@ -225,10 +225,17 @@ class StrategyPolicy:
         name: ``recreate`` or ``suspend``.
         groups: exceptions: maps a pattern (``fnmatch``) of a group's description or name to a
             strategy. The first match counts. Equal on all ranks.
+        anchor: a pattern (``fnmatch``) of a group's description or name: an offload keeps the
+            communicator of the smallest group of each rank that matches and has been used, so that
+            no process is without one. For runtimes that break when the last communicator of a
+            process is destroyed, such as Ascend's CANN. Empty (the default): none is kept. The
+            members agree on it, and the report has it with the strategy ``skip`` and the reason. A
+            failed operation and :func:`reloadpg.recovery.recover` keep none.
     """
 
     name: str = "recreate"
     groups: Mapping[str, str] = field(default_factory=dict)
+    anchor: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.groups, Mapping) or not all(
@@ -239,6 +246,11 @@ class StrategyPolicy:
                 "was installed."
             )
         object.__setattr__(self, "groups", dict(self.groups))  # the caller may change its mapping
+        if not isinstance(self.anchor, str):
+            raise InvalidOptionError(
+                f"StrategyPolicy(anchor={self.anchor!r}): not a pattern; nothing was installed. "
+                'Pass "*" to keep the smallest group of each rank.'
+            )
         for name in (self.name, *self.groups.values()):
             if not isinstance(name, str) or name not in STRATEGY_NAMES:
                 raise InvalidOptionError(
@@ -261,11 +273,17 @@ class StrategyPolicy:
         return any(name != "recreate" for name in (self.name, *self.groups.values()))
 
     def wanted(self, name: str, desc: str) -> str:
-        """Return the strategy that the user chose for a group. Local, pure."""
+        """Return the strategy that the user chose for a group."""
         for pattern, strategy in self.groups.items():
             if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
                 return strategy
         return self.name
 
     def __str__(self) -> str:
-        return f"{self.name} (groups {dict(self.groups)})" if self.groups else self.name
+        given = [f"groups {dict(self.groups)}"] * bool(self.groups)
+        given += [f"anchor {self.anchor!r}"] * bool(self.anchor)
+        return f"{self.name} ({', '.join(given)})" if given else self.name
+
+    def anchors(self, name: str, desc: str) -> bool:
+        """Whether a group may stay alive in an offload, as the last one of a rank. Local, pure."""
+        return fnmatchcase(desc, self.anchor) or fnmatchcase(name, self.anchor)

@@ -109,15 +109,15 @@ class Chosen:
             if self.others:
                 return Chosen(self.names | other.names)
             return Chosen(self.names - other.names, others=False)
-        kept = other.names - self.names if self.others else self.names & other.names
-        return Chosen(kept, others=False)
+        names = other.names - self.names if self.others else self.names & other.names
+        return Chosen(names, others=False)
 
     def overlaps(self, other: Chosen) -> bool:
         return bool(self.without(Chosen(other.names, others=not other.others)))
 
     def joined(self, names: Iterable[str]) -> Chosen:
-        found = frozenset(names)
-        return Chosen(self.names - found if self.others else self.names | found, self.others)
+        given = frozenset(names)
+        return Chosen(self.names - given if self.others else self.names | given, self.others)
 
     def __bool__(self) -> bool:
         return self.others or bool(self.names)
@@ -156,7 +156,7 @@ class SetState:
     def ends_with(self, block: object) -> bool:
         """Whether the end of a block reloads it: no other block of that level is open."""
         mine = self.blocks.get(block, 0)
-        return all(level < mine for one, level in self.blocks.items() if one is not block)
+        return all(level < mine for other, level in self.blocks.items() if other is not block)
 
     def in_block(self) -> bool:
         """Whether an open block will reload it at its end."""
@@ -191,6 +191,11 @@ class SetStates:
             *([self._rest] if chosen.others else []),
         ]
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Give these sets the shared state again. Local, idempotent."""
+        for name in names:
+            self._named.pop(name, None)
+
     @property
     def names(self) -> list[str]:
         return list(self._named)
@@ -201,11 +206,11 @@ class SetStates:
     def where(self, chosen: Chosen, holds: Callable[[SetState], bool]) -> Chosen:
         """Return the chosen sets whose state satisfies ``holds``. Local."""
         rest = holds(self._rest)
-        apart = frozenset(name for name, one in self._named.items() if holds(one) != rest)
+        apart = frozenset(name for name, state in self._named.items() if holds(state) != rest)
         return chosen.without(Chosen(apart, others=not rest))
 
     def plan(self) -> str:
         """Return the states as text, equal on all ranks that have run the same operations."""
         rest = str(self._rest)
-        named = [f"{n}: {one}" for n, one in sorted(self._named.items()) if str(one) != rest]
+        named = [f"{n}: {state}" for n, state in sorted(self._named.items()) if str(state) != rest]
         return "; ".join([*named, f"others: {rest}" if named else rest])

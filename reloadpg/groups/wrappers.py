@@ -5,8 +5,7 @@ A group that is not selected, and the value for non-members, are returned unchan
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from .. import c10d
+from ..texts import warn
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
@@ -32,7 +32,7 @@ _UNCHANGED = frozenset({list, tuple, range, type(None)})
 
 def wrappers() -> dict[str, Wrapper]:
     """Return the wrappers that the installed torch needs; a dotted name is in another module."""
-    found: dict[str, Wrapper] = {
+    needed: dict[str, Wrapper] = {
         "new_group": _new_group,
         c10d.COMPILERS_NEW_GROUP: _new_group,
         "split_group": _split_group,
@@ -40,8 +40,8 @@ def wrappers() -> dict[str, Wrapper]:
         **{name: partial(_outside_tables, name) for name in c10d.creators_outside_tables()},
     }
     if c10d.batching_refuses_subclasses():
-        found["batch_isend_irecv"] = _batch_isend_irecv
-    return found
+        needed["batch_isend_irecv"] = _batch_isend_irecv
+    return needed
 
 
 def _new_group(wrapped: Function) -> Function:
@@ -51,6 +51,8 @@ def _new_group(wrapped: Function) -> Function:
     def new_group(*args: Any, **kwargs: Any) -> Any:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
+        if registry.renamed_backends:
+            args, kwargs = _with_renamed_backend(args, kwargs)
         ranks = args[0] if args else kwargs.get("ranks")
         world = c10d.world()
         call = None
@@ -60,19 +62,38 @@ def _new_group(wrapped: Function) -> Function:
                 world._managed.under_way or world._managed.state is not _LIVE
             ):
                 call = Call.capture(wrapped, args, kwargs)
-                made = _create_alone(call)
+                group = _create_alone(call)
             elif type(ranks) in _UNCHANGED:  # non-members copy nothing
-                made = wrapped(*args, **kwargs)
+                group = wrapped(*args, **kwargs)
             else:
                 call = Call.capture(wrapped, args, kwargs)
-                made = call()
+                group = call()
         finally:
             thread.verbatim = False
-        if c10d.is_non_member(made):
-            return made
-        return _manage(made, call, wrapped, args, kwargs)
+        if c10d.is_non_member(group):
+            return group
+        return _manage(group, call, wrapped, args, kwargs)
 
     return new_group
+
+
+def rename_backends(names: Mapping[str, str]) -> Callable[[], None]:
+    """Let ``new_group`` create groups of other backends than the requested ones. Local.
+
+    Returns a function that undoes it; idempotent.
+    """
+    registry.renamed_backends = dict(names)
+    return registry.renamed_backends.clear
+
+
+def _with_renamed_backend(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    names = registry.renamed_backends
+    if len(args) > 2:  # ranks, timeout, backend
+        return (*args[:2], names.get(args[2], args[2]), *args[3:]), kwargs
+    given = kwargs.get("backend")
+    return args, {**kwargs, "backend": names[given]} if given in names else kwargs
 
 
 def new_plain_group(*args: Any, **kwargs: Any) -> Any:
@@ -94,14 +115,14 @@ def _split_group(wrapped: Function) -> Function:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
         if registry.hooks.replaces:
-            made = split_alone(call)
+            group = split_alone(call)
         else:
             with verbatim():
-                made = call()
-        if c10d.is_non_member(made):
-            return made
+                group = call()
+        if c10d.is_non_member(group):
+            return group
         # The replay needs no parent: the record must not keep one alive, nor WORLD's store.
-        return _manage(made, call.replacing("parent_pg", None), wrapped, args, kwargs)
+        return _manage(group, call.replacing("parent_pg", None), wrapped, args, kwargs)
 
     return split_group
 
@@ -130,10 +151,10 @@ def _outside_tables(name: str, wrapped: Function) -> Function:
     )
 
     def create(*args: Any, **kwargs: Any) -> Any:
-        made = wrapped(*args, **kwargs)
-        if not thread.verbatim and not c10d.is_non_member(made):
-            registry.outside_tables[made] = reason
-        return made
+        group = wrapped(*args, **kwargs)
+        if not thread.verbatim and not c10d.is_non_member(group):
+            registry.outside_tables[group] = reason
+        return group
 
     return create
 
@@ -143,10 +164,10 @@ def _warn_of_unknown_backends() -> None:
     unknown = registry.options.selection.unknown_backends() if registry.options else []
     if unknown and "unknown backends" not in registry.warned:
         registry.warned.add("unknown backends")
-        warnings.warn(
+        warn(
             f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know as a backend "
             "after the default group was created; this name selects no group",
-            stacklevel=3,
+            of_host=True,
         )
 
 
@@ -161,7 +182,7 @@ def _create_alone(call: Call) -> Any:
 
 
 def _manage(
-    made: Any, call: Call | None, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: Any, call: Call | None, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Replace a new group by a proxy if it is selected and does not manage itself.
 
@@ -169,44 +190,44 @@ def _manage(
     group is selected.
     """
     options = registry.options
-    if options is None or type(made) is ReloadableProcessGroup:
-        return made
+    if options is None or type(group) is ReloadableProcessGroup:
+        return group
     selection = options.selection
-    name, ranks, backend, devices = c10d.entry_of(made)
-    if selection.exclude and selection.excluded_by(name, c10d.desc_of(made)):
-        return made
+    name, ranks, backend, devices = c10d.entry_of(group)
+    if selection.exclude and selection.excluded_by(name, c10d.desc_of(group)):
+        return group
     size = len(ranks)
     selected = selection.selected(devices, size)
     if not selected:
-        return made
+        return group
     set_name = selection.set_now()
     if set_name is None:
-        registry.without_set.add(made)
-        return made
-    obstacle = _obstacle(made, size)
+        registry.without_set.add(group)
+        return group
+    obstacle = _obstacle(group, size)
     if obstacle:
-        registry.left_alone[made] = obstacle
-        return made
+        registry.left_alone[group] = obstacle
+        return group
     if call is None:
         call = Call.capture(function, args, kwargs)
-    bare = registry.hooks.replaces and not c10d.has_backends(made)
+    bare = registry.hooks.replaces and not c10d.has_backends(group)
     parents: tuple[object, Any] = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
-        timeouts = c10d.get_timeouts(made, selected).values()
+        timeouts = c10d.get_timeouts(group, selected).values()
         parent = Call(function, args, kwargs).given.get("parent_pg") or c10d.world()
         if bare and isinstance(parent, ReloadableProcessGroup):
             parents = parent._managed.construction.options, next(iter(timeouts), None)
         else:
-            parents = c10d.options_of(made, selected), next(iter(timeouts), None)
+            parents = c10d.options_of(group, selected), next(iter(timeouts), None)
         c10d.forget_parent(parents[0])
     # The split is done; the options must not keep the parent alive.
     for value in call.args[1:]:  # the first argument is the ranks, or the parent
         c10d.forget_parent(value)
     for value in call.kwargs.values():
         c10d.forget_parent(value)
-    rank, desc = made.rank(), str(made.group_desc)
+    rank, desc = group.rank(), str(group.group_desc)
     construction = Construction(call, name, ranks, backend, devices, selected, rank, desc, parents)
-    proxy = ReloadableProcessGroup(made, construction)
+    proxy = ReloadableProcessGroup(group, construction)
     if set_name != TRAINER:
         proxy._managed.set_name = set_name
     if bare:

@@ -17,10 +17,10 @@ registered (miles never does). Differences from their module:
   job, and return the report of :func:`reloadpg.offload` and :func:`reloadpg.reload`.
 * The default group stays the same object: no temporary gloo group replaces it, and while asleep
   a collective on it raises.
-* Gloo groups bypass, also if the default group is registered. Groups of one rank are reloadable, so
-  that each group has ``group``.
-* Memory is not checked before a collective; an error in a collective still gets a memory note.
-* The requested backend is used: ``nccl`` is not replaced by ``mccl`` on MUSA devices.
+* Gloo groups bypass, also if the default group is registered. Groups of one rank are reloadable.
+  Each group has ``group``; that of a group that bypasses is always the group itself.
+* Memory is checked before a collective only with ``clear_memory_below``: each check asks the device
+  (slime#2269). An error in a collective gets a memory note.
 
 Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_new_group_dict``,
 ``ReloadableProcessGroup.GROUPS``, and ``group_info`` of a group.
@@ -28,6 +28,7 @@ Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_ne
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -35,6 +36,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import wrapt
 
@@ -42,6 +44,7 @@ from .. import ReloadableProcessGroup as _Group
 from .. import c10d, install, is_installed, offload, reload
 from ..errors import ReloadpgError
 from ..extend import (
+    COLLECTIVES,
     Connect,
     GroupState,
     callbacks,
@@ -51,6 +54,7 @@ from ..extend import (
     managed_groups,
     new_plain_group,
     reload_world,
+    rename_backends,
 )
 from ..reports import Report
 from ..settings import as_timedelta
@@ -77,22 +81,31 @@ _registered: dict[int, timedelta] = {}
 _NOTE = "memory after the error"
 
 
-def monkey_patch_torch_dist(**options: Any) -> None:
+def monkey_patch_torch_dist(*, clear_memory_below: float | None = None, **options: Any) -> None:
     """Make groups created from now on reloadable; the default group only once it is registered.
 
     Local; call it before the groups are created. Idempotent: an existing installation of reloadpg
     is used unchanged. Errors in a collective (not in ``Work.wait()``) then get a note with the used
-    and free memory, on Python 3.11 and later. :func:`reloadpg.uninstall` undoes all of this.
+    and free memory, on Python 3.11 and later. On MUSA devices ``new_group`` creates ``mccl`` groups
+    where ``nccl`` is requested. :func:`reloadpg.uninstall` undoes all of this.
 
     Args:
+        clear_memory_below: with less free memory than this many GiB, a collective of a reloadable
+            group other than a barrier first collects garbage and empties torch's cache. None (the
+            default) checks nothing. Slime uses 3.
         options: passed to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
             without a GPU. ``world`` is False and ``min_size`` 1 unless given.
     """
     if not is_installed():
         install(**{"world": False, "min_size": 1, **options})
-    for name, attribute in _ATTRIBUTES.items():
-        if name not in vars(_Group):
-            setattr(_Group, name, attribute)
+    for (owner, name), attribute in _ATTRIBUTES.items():
+        if name not in vars(owner):
+            setattr(owner, name, attribute)
+    if clear_memory_below is not None:
+        _clear_before_collectives(int(clear_memory_below * 2**30))
+    musa = getattr(torch, "musa", None)
+    if musa is not None and musa.is_available():
+        callbacks.uninstall.append(rename_backends({"nccl": "mccl"}))
     dist.old_new_group = old_new_group_dict[os.getpid()] = new_plain_group  # type: ignore[attr-defined]
     if _take_back not in callbacks.uninstall:
         callbacks.uninstall.append(_take_back)
@@ -108,9 +121,36 @@ def _take_back() -> None:
         del dist.old_new_group  # type: ignore[attr-defined]
     old_new_group_dict.pop(os.getpid(), None)
     c10d.on_collective_error(_note_memory)()
-    for name in _ATTRIBUTES:
-        if vars(_Group).get(name) is _ATTRIBUTES[name]:
-            delattr(_Group, name)
+    while _clearing:
+        delattr(_Group, _clearing.pop())
+    for (owner, name), attribute in _ATTRIBUTES.items():
+        if vars(owner).get(name) is attribute:
+            delattr(owner, name)
+
+
+_clearing: list[str] = []
+"""Methods of reloadable groups that first look at the free memory."""
+
+
+def _clear_before_collectives(least: int) -> None:
+    for name in COLLECTIVES - {"barrier"}:
+        if name in vars(_Group) or not hasattr(_Group, name):
+            continue
+        _clearing.append(name)
+        setattr(_Group, name, _clears_before(getattr(_Group, name), least))
+
+
+def _clears_before(method: Callable[..., Any], least: int) -> Callable[..., Any]:
+    def call(self: _Group, *args: Any, **kwargs: Any) -> Any:
+        known = free_bytes()
+        if known is not None and known[0] < least:
+            c10d.devices.synchronize()
+            gc.collect()
+            c10d.devices.empty_cache()
+        return method(self, *args, **kwargs)
+
+    c10d.skip_in_compiled_code([call])
+    return call
 
 
 def register_default_process_group(timeout: timedelta | float) -> None:
@@ -248,9 +288,17 @@ def _group_info(group: _Group) -> dict[str, Any]:
     }
 
 
-_ATTRIBUTES = {
-    "group": property(lambda group: group if group.state is GroupState.LIVE else None),
-    "group_info": property(_group_info),
+class _Itself:
+    """``group`` of a plain group. Not a data descriptor: subclasses may have an own ``group``."""
+
+    def __get__(self, group: object, owner: object = None) -> object:
+        return self if group is None else group
+
+
+_ATTRIBUTES: dict[tuple[type, str], Any] = {
+    (dist.ProcessGroup, "group"): _Itself(),
+    (_Group, "group"): property(lambda group: group if group.state is GroupState.LIVE else None),
+    (_Group, "group_info"): property(_group_info),
 }
 """Attributes of slime's wrappers. Its ``group`` is the group that torch created, since torch does
 not know the wrapper; miles' bridge uses it around object collectives (miles#1221)."""

@@ -260,7 +260,8 @@ def _watch(saver: ref[MemorySaver], sets: Chosen) -> ExitStack:
 
     def paused() -> str | None:
         there = saver()
-        tags = () if there is None else there.paused
+        # Within groups_live() that is the documented order.
+        tags = () if there is None or there._untracked else there.paused
         return f"the memory saver has {', '.join(tags)} paused" if tags else None
 
     name = "memory saver order"

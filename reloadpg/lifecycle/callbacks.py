@@ -56,12 +56,12 @@ class Callbacks:
     def after_fork(self) -> None:
         """In a forked child: keep those of installations, whose patches the child keeps."""
         operations = (self.offload, self.before_reload, self.reload, self.generation)
-        for kept in (self.begin, self.report, *operations):
-            kept.clear()
+        for registered in (self.begin, self.report, *operations):
+            registered.clear()
 
     def of_generations(self, group: ProcessGroup) -> list[GenerationCallback]:
         """List the callbacks for the generations of a group, in the order of registration."""
-        return [one for one in list(self.generation) if one.group() is group]
+        return [entry for entry in list(self.generation) if entry.group() is group]
 
 
 callbacks = Callbacks()
@@ -158,15 +158,15 @@ def on_generation(
             f"{where}({group!r}): not a process group; nothing was registered. Pass a group, or "
             "create the default group first."
         )
-    given = [one for one in (before, after) if one is not None]
+    given = [callback for callback in (before, after) if callback is not None]
     if not given:
         raise InvalidOptionError(f"{where}(): nothing was registered. Pass before, after or both.")
-    for one in given:
-        _check(one, where)
+    for callback in given:
+        _check(callback, where)
     package = package or str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
     name = name or getattr(given[0], "__qualname__", repr(given[0]))
     registered = callbacks.generation
-    registered[:] = [one for one in registered if one.group() is not None]
+    registered[:] = [entry for entry in registered if entry.group() is not None]
     entry = GenerationCallback(name, weakref.ref(group), before, after, package)
     return register(registered, entry)
 

@@ -8,16 +8,26 @@ a kernel (``eager_connect_single_device``); collectives run one group after the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
 import torch
 from torch.distributed import ProcessGroup
 
-from ..c10d import backend_for, connects_eagerly, devices, is_connected, raise_for_aborted
+from ..c10d import (
+    backend_for,
+    connects_eagerly,
+    connects_without_timeout,
+    devices,
+    is_connected,
+    labels_of,
+    live_backends,
+    raise_for_aborted,
+)
 from ..errors import InvalidOptionError, PeerFailedError, RebuildError
 from ..groups.managed import ManagedGroup
 from ..rendezvous.worker_thread import Task
+from ..texts import counted
 
 Connect = Literal["none", "eager", "canary"]
 
@@ -34,6 +44,27 @@ def validate(connect: str | None, caller: str = "reload") -> None:
 def connects_alone(group: ManagedGroup) -> bool:
     """Whether the backend of a live group connects without a collective."""
     return connects_eagerly(backend_for(group.proxy, _device(group)))
+
+
+def late_connections(groups: Iterable[ManagedGroup]) -> str:
+    """Name the live groups in whose first collective a fault could not be ended; "" if none."""
+    found = [
+        group.proxy
+        for group in groups
+        if group.is_live
+        and group.construction.size > 1
+        and any(
+            connects_without_timeout(backend)
+            for backend in live_backends(group.proxy, group.construction.selected).values()
+        )
+    ]
+    if not found:
+        return ""
+    return (
+        f"{counted(len(found), 'group')} ({labels_of(found)}) will connect in the first "
+        "collective. If a rank does not reach that collective, the others stay in it, past every "
+        "timeout: torch's ProcessGroupNCCL cannot end a connection."
+    )
 
 
 def connect_group(group: ManagedGroup) -> None:

@@ -27,20 +27,20 @@ _FREED = {
 
 def engine_communicators() -> dict[str, str]:
     """Return them by name, each with what frees its memory. Local; imports nothing."""
-    found = {}
+    remedies = {}
     for package, engine in _MODULES.items():
         state = sys.modules.get(f"{package}.distributed.parallel_state")
         for name, reference in list(getattr(state, "_groups", {}).items()):
             group = reference()
             for owner in (group, getattr(group, "device_communicator", None)):
-                for attribute, one in list(getattr(owner, "__dict__", {}).items()):
-                    if attribute.endswith("_comm") and _holds_memory(one):
+                for attribute, communicator in list(getattr(owner, "__dict__", {}).items()):
+                    if attribute.endswith("_comm") and _holds_memory(communicator):
                         free = _FREED.get((engine, attribute), "end the engine")
-                        what = f"{type(one).__name__} of {engine}'s group {name}"
-                        found[f"{name}.{attribute}"] = f"{what}; to free its memory: {free}"
-    return found
+                        what = f"{type(communicator).__name__} of {engine}'s group {name}"
+                        remedies[f"{name}.{attribute}"] = f"{what}; to free its memory: {free}"
+    return remedies
 
 
 def _holds_memory(communicator: Any) -> bool:
     off = ("disabled", "_suspended")
-    return communicator is not None and not any(getattr(communicator, one, False) for one in off)
+    return communicator is not None and not any(getattr(communicator, flag, False) for flag in off)

@@ -117,7 +117,7 @@ def register_holder(
     wrong = ""
     if not isinstance(name, str) or not name:
         wrong = f"{name!r} is not a name"
-    elif any(one.name == name for one in _holders if not one.is_gone):
+    elif any(holder.name == name for holder in _holders if not holder.is_gone):
         wrong = f"the name {name!r} is taken"
     elif not callable(release) or not callable(restore):
         wrong = "release and restore must be functions"
@@ -128,7 +128,7 @@ def register_holder(
     known = managed(group)
     of_group = TRAINER if known is None else known.set_name
     (set_name,) = Chosen.of((set or of_group,), "register_holder").names
-    _holders[:] = [one for one in _holders if not one.is_gone]
+    _holders[:] = [holder for holder in _holders if not holder.is_gone]
     reference = None if group is None else weakref.ref(group)
     entry = Holder(name, release, restore, bytes, reference, collective, set_name)
     return register(_holders, entry)
@@ -136,29 +136,29 @@ def register_holder(
 
 def held_by(chosen: Chosen) -> list[Holder]:
     """List the holders of some sets, in the order that all ranks share. Local."""
-    found = [one for one in list(_holders) if one.set_name in chosen and not one.is_gone]
-    return sorted(found, key=lambda one: one.order)
+    held = [h for h in list(_holders) if h.set_name in chosen and not h.is_gone]
+    return sorted(held, key=lambda holder: holder.order)
 
 
 def reports() -> tuple[HolderReport, ...]:
-    return tuple(one.report() for one in list(_holders) if not one.is_gone)
+    return tuple(holder.report() for holder in list(_holders) if not holder.is_gone)
 
 
 def plans(chosen: Chosen, size: int, *, whole: bool) -> list[GroupPlan]:
     """What must be equal on all ranks that share a collective holder."""
-    found = []
-    for one in held_by(chosen):
-        if one.collective:
-            group = None if one.group is None else one.group()
+    result = []
+    for holder in held_by(chosen):
+        if holder.collective:
+            group = None if holder.group is None else holder.group()
             ranks = range(size) if group is None else c10d.ranks_of(group)
             digest = hashlib.blake2b(
-                repr((one.name, tuple(ranks))).encode(), digest_size=5
+                repr((holder.name, tuple(ranks))).encode(), digest_size=5
             ).digest()
-            state = "" if whole else str(one.state == HELD)
+            state = "" if whole else str(holder.state == HELD)
             number = int.from_bytes(digest, "big")
-            what = f"holder {one.name}"
-            found.append(GroupPlan(what, tuple(ranks), 0, state, number, one.set_name, what))
-    return found
+            what = f"holder {holder.name}"
+            result.append(GroupPlan(what, tuple(ranks), 0, state, number, holder.set_name, what))
+    return result
 
 
 _Operation = Any
@@ -167,26 +167,31 @@ _Operation = Any
 
 def release(op: _Operation, phase: str) -> None:
     """Release the holders of an offload's sets, before a barrier. Blocking, with timeouts."""
-    due = [one for one in reversed(held_by(op.changes.concerned)) if one.state == HELD]
-    for one in due:
-        _apply(op, phase, one, one.release, RELEASED)
+    due = [holder for holder in reversed(held_by(op.changes.concerned)) if holder.state == HELD]
+    for holder in due:
+        _apply(op, phase, holder, RELEASED)
     if due:
         op.do(phase, devices.synchronize, "synchronizing the accelerator")
 
 
 def restore(op: _Operation, phase: str) -> None:
     """Restore the holders of a reload's sets, before a barrier. Blocking, with timeouts."""
-    for one in to_restore(op.changes.concerned):
-        _apply(op, phase, one, one.restore, HELD)
+    skipped = [group.proxy for group in op.changes.skipped]
+    for holder in to_restore(op.changes.concerned):
+        group = None if holder.group is None else holder.group()
+        if any(group is other for other in skipped):
+            continue  # it is restored with the group
+        _apply(op, phase, holder, HELD)
 
 
 def to_restore(chosen: Chosen) -> list[Holder]:
-    return [one for one in held_by(chosen) if one.state != HELD]
+    return [holder for holder in held_by(chosen) if holder.state != HELD]
 
 
-def _apply(op: _Operation, phase: str, one: Holder, call: Callable[[], object], state: str) -> None:
-    doing = f"{'releasing' if state == RELEASED else 'restoring'} holder {one.name}"
-    size = one.bytes() if state == RELEASED else None
+def _apply(op: _Operation, phase: str, holder: Holder, state: str) -> None:
+    call = holder.release if state == RELEASED else holder.restore
+    doing = f"{'releasing' if state == RELEASED else 'restoring'} holder {holder.name}"
+    size = holder.bytes() if state == RELEASED else None
     begun = time.perf_counter()
 
     def work() -> None:
@@ -195,23 +200,23 @@ def _apply(op: _Operation, phase: str, one: Holder, call: Callable[[], object], 
         except Exception as cause:
             failure = ReleaseError if state == RELEASED else RebuildError
             raise failure(
-                f"{op.name} failed at holder {one.name} on rank {op.world.rank()}: "
+                f"{op.name} failed at holder {holder.name} on rank {op.world.rank()}: "
                 f"{type(cause).__name__}: {cause}"
             ) from cause
 
-    one.state = FAILED  # until it has returned
+    holder.state = FAILED  # until it has returned
     with op.record.timed("holders"):
         op.do(phase, work, doing)
-    one.state = state
+    holder.state = state
     op.round.advance()
-    op.record.holders.append(one.report((time.perf_counter() - begun) * 1e3, size))
+    op.record.holders.append(holder.report((time.perf_counter() - begun) * 1e3, size))
 
 
 def fail(chosen: Chosen, groups: Iterable[ManagedGroup] | None = None) -> None:
     """Mark the holders whose groups have failed, so that the next reload restores them. Local."""
     known = None if groups is None else [*groups]
-    for one in held_by(chosen):
-        group = None if one.group is None else one.group()
+    for holder in held_by(chosen):
+        group = None if holder.group is None else holder.group()
         concerned = known is None or group is None or managed(group) in known
-        if (one.collective or group is not None) and concerned:
-            one.state = FAILED
+        if (holder.collective or group is not None) and concerned:
+            holder.state = FAILED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -21,9 +20,10 @@ from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
 from ..settings import IS_OFF, as_flag, as_integer, as_timedelta, refuse_unknown_variables
-from ..texts import counted
+from ..texts import counted, is_first_of_host, warn
 from .callbacks import callbacks
 from .job import jobs
+from .record import is_new, not_reloadable
 from .variables import install_options, set_log_level
 
 logger = logging.getLogger("reloadpg")
@@ -204,7 +204,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
     refuse_unknown_variables(os.environ, "install")
     set_log_level(os.environ)
     if registry.off:
-        if IS_OFF not in registry.warned:
+        if IS_OFF not in registry.warned and is_first_of_host():
             registry.warned.add(IS_OFF)
             logger.warning("%s: torch is unchanged, and no group is reloadable", IS_OFF)
         return Installation(options, owner=False)
@@ -324,15 +324,15 @@ def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
         raise InvalidOptionError(
             f"install(recoverable=True): {'; '.join(obstacles)}. Nothing was installed."
         )
-    made = [
+    created = [
         c10d.name_of(group)
         for group in c10d.known_groups()
         if "nccl" in c10d.device_backends(group).values()
     ]
-    if missing and made:
+    if missing and created:
         names = ", ".join(sorted(missing))
         raise InvalidOptionError(
-            f"install(recoverable=True): NCCL groups ({', '.join(made)}) were already created "
+            f"install(recoverable=True): NCCL groups ({', '.join(created)}) were already created "
             f"without {names}; nothing was installed. Install earlier, or set these variables "
             "before the process starts."
         )
@@ -354,26 +354,27 @@ def _unset_variables() -> None:
 
 
 def _warn_of_torch() -> None:
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     oldest, newest = _TESTED_TORCH
-    if found is None or oldest <= (int(found[1]), int(found[2])) <= newest:
+    if version is None or oldest <= (int(version[1]), int(version[2])) <= newest:
         return
     if "torch version" not in registry.warned:
         registry.warned.add("torch version")
         tested = f"{'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
-        warnings.warn(
+        warn(
             f"torch {torch.__version__} is not supported: reloadpg was tested with {tested}. It "
             "was installed anyway. Test an offload and a reload of your job before you rely on it.",
-            stacklevel=4,
+            of_host=True,
         )
 
 
 def _warn_of_unmanaged() -> None:
     unmanaged = [group for group, _ in registry.unmanaged()]
     if unmanaged:
-        warnings.warn(
+        warn(
             f"created before reloadpg.install(): {counted(len(unmanaged), 'process group')} "
             f"({c10d.labels_of(unmanaged)}), which will keep communicators while others are "
-            "offloaded. Install before creating groups.",
-            stacklevel=4,
+            "offloaded. Install before creating groups."
         )
+        for text in not_reloadable():  # the report of an offload has it, and the log need not
+            is_new(text)

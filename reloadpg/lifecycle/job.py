@@ -204,22 +204,22 @@ class Jobs(JobHooks):
         job = self._job
         return job is not None and job.rendezvous.replaces and job is self.known
 
-    def before_world(self) -> Callable[[c10d.Asked], bool] | None:
+    def before_world(self) -> Callable[[c10d.GroupRequest], bool] | None:
         self._predecessor = None
         options = registry.options
         return self._takes_place if options is not None and options.recoverable else None
 
-    def _takes_place(self, asked: c10d.Asked) -> bool:
+    def _takes_place(self, request: c10d.GroupRequest) -> bool:
         """Whether a new default group is that of a process which replaces another one.
 
         Reads from the store; waits a limited time.
         """
-        if not asked.is_world or asked.size == 1 or "fake" in asked.devices.values():
+        if not request.is_world or request.size == 1 or "fake" in request.devices.values():
             return False
-        self._predecessor = Predecessor.find(asked.store, asked.rank, asked.size)
+        self._predecessor = Predecessor.find(request.store, request.rank, request.size)
         if self._predecessor is None:
             return False
-        refuse_bypassed(asked)
+        refuse_bypassed(request)
         return True
 
     def after_world(self, *, begins: bool) -> None:
@@ -254,8 +254,8 @@ class Jobs(JobHooks):
             self._running = weakref.ref(operation)
 
     def _operation(self) -> Any:
-        found = None if self._running is None else self._running()
-        return found if found is not None and found.is_running else None
+        operation = None if self._running is None else self._running()
+        return operation if operation is not None and operation.is_running else None
 
     @property
     def busy(self) -> bool:

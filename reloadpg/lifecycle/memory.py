@@ -60,7 +60,7 @@ def in_use() -> dict[str, int]:
         **{name: source.used for name, source in list(_sources.items())},
         "rss": _resident,
     }
-    found: dict[str, int] = {}
+    amounts: dict[str, int] = {}
     for name, ask in readings.items():
         try:
             used = ask()
@@ -68,8 +68,8 @@ def in_use() -> dict[str, int]:
             logger.debug("memory in use by %s is unknown: %s", name, error)
             continue
         if used is not None:
-            found[name] = used
-    return found
+            amounts[name] = used
+    return amounts
 
 
 def free_bytes() -> tuple[int, str] | None:
@@ -89,12 +89,12 @@ def warnings(released: bool, chosen: Chosen = ALL) -> list[str]:
 
     Only checks for the chosen sets are called.
     """
-    found: list[str] = []
+    texts: list[str] = []
     runtime = devices.runtime()
     if released and runtime is not None and hasattr(runtime, "memory_reserved"):
         cached = runtime.memory_reserved() - runtime.memory_allocated()
         if cached >= _LARGE_CACHE:
-            found.append(
+            texts.append(
                 f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
                 "torch.cuda.empty_cache() returns it to the device"
             )
@@ -107,8 +107,8 @@ def warnings(released: bool, chosen: Chosen = ALL) -> list[str]:
             logger.exception("a check added with reloadpg.lifecycle.memory.add_check failed")
             continue
         if text:
-            found.append(text)
-    return found
+            texts.append(text)
+    return texts
 
 
 def _device_used() -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from functools import partial
 from typing import Literal, overload
 
@@ -11,7 +10,7 @@ from .. import c10d
 from ..c10d import devices, release_cautions
 from ..groups.managed import ManagedGroup
 from ..groups.registry import registry
-from ..groups.sets import ALL, Chosen
+from ..groups.sets import Chosen
 from ..reports import Report
 from ..settings import as_flag
 from . import holders, memory
@@ -19,7 +18,6 @@ from .callbacks import callbacks
 from .job import Job
 from .operation import Operation
 from .pending import Pending
-from .record import nothing_released
 from .recreate import Releases
 from .rehearsal import rehearse
 from .run import await_unfinished, perform
@@ -89,17 +87,7 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
 
 def release(op: Operation, collect: bool = False) -> Report:
     """Perform an offload to its end; see :func:`offload`."""
-    report = perform(op, partial(_release, collect=collect))
-    if (
-        op.job is not None
-        and op.chosen == ALL
-        and not op.changes.groups
-        and "nothing to release" not in registry.warned
-    ):
-        registry.warned.add("nothing to release")
-        for text in nothing_released(op.options):
-            warnings.warn(f"reloadpg.offload(): {text}", stacklevel=3)
-    return report
+    return perform(op, partial(_release, collect=collect))
 
 
 def _release(op: Operation, job: Job, collect: bool) -> None:
@@ -128,19 +116,19 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.barrier("quiesced")
     # From here on, groups change: the operation completes, or sets them all to failed.
     recreated = [group for group in live if group.history.strategy == "recreate"]
-    kept = [group for group in live if group.history.strategy != "recreate"]
-    if any(one.startswith("nccl") for g in recreated for one in g.construction.released.values()):
+    suspendable = [group for group in live if group.history.strategy != "recreate"]
+    if any(b.startswith("nccl") for g in recreated for b in g.construction.released.values()):
         op.record.warnings += release_cautions()
     holders.release(op, "suspended" if op.may_suspend else "released")
-    held = memory.in_use() if kept else {}
+    held = memory.in_use() if suspendable else {}
     if op.may_suspend:
-        op.each("suspended", kept, suspend)
+        op.each("suspended", suspendable, suspend)
         op.barrier("suspended")
         op.record.measure("suspended")
     else:  # communicators that other code has borrowed
-        op.each("released", kept, suspend)
-    suspended = [group for group in kept if group.history.strategy == "suspend"]
-    op.record.warnings += verify(suspended, held, memory.in_use()) if kept else []
+        op.each("released", suspendable, suspend)
+    suspended = [group for group in suspendable if group.history.strategy == "suspend"]
+    op.record.warnings += verify(suspended, held, memory.in_use()) if suspendable else []
     releases = Releases(job)
     op.each("released", recreated, releases.release)
     if collect:
@@ -159,8 +147,8 @@ def _forget_told(groups: list[ManagedGroup]) -> None:
     """Forget what libraries have taken out of these groups that have dropped it in a callback."""
     for group in groups:
         if group.known_loans is not None:
-            for one in callbacks.of_generations(group.proxy):
-                group.known_loans.forget(one.package)
+            for callback in callbacks.of_generations(group.proxy):
+                group.known_loans.forget(callback.package)
 
 
 def _quiesce(op: Operation, phase: str) -> None:

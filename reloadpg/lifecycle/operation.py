@@ -19,7 +19,13 @@ from itertools import groupby
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
+from ..errors import (
+    InvalidOptionError,
+    NotInstalledError,
+    RebuildError,
+    ReleaseError,
+    ReloadpgError,
+)
 from ..groups.borrowed import lend
 from ..groups.creation import HANDED_OVER
 from ..groups.managed import ManagedGroup
@@ -36,7 +42,7 @@ from ..settings import IS_OFF
 from .callbacks import Callback, callbacks
 from .job import Job, jobs
 from .record import Record
-from .transaction import Transaction
+from .transaction import EXISTS, Transaction
 
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
@@ -121,7 +127,6 @@ class Operation:
             return
         self.world = job.world
         self.changes = Transaction(self.name, self.chosen, job, self.options, self.skip)
-        self.record.warnings += self.changes.unknown_sets()
         if self.name == "recover":  # the store determines its round
             return
         phases = [p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING]
@@ -207,8 +212,15 @@ class Operation:
     ) -> dict[str, str]:
         """Agree on the plan with all ranks; see :meth:`Round.agree`."""
         plan = self.changes.plan(settings)
+        of_sets, names = self.changes.of_sets()
+        given, needed = (*proposals, *of_sets), (*subjects, *names)
+        extends = extends or any(proposal.yields for proposal in of_sets)
         with self.record.timed("wait.enter", measure=False):
-            return self.round.agree("enter", plan, proposals, subjects, extends=extends)
+            proposed = self.round.agree("enter", plan, given, needed, extends=extends)
+        if text := next((proposed[n] for n in names if proposed.get(n, EXISTS) != EXISTS), ""):
+            self.changes.forget_new_sets()
+            raise InvalidOptionError(f"{self.name}: {text}. Nothing was changed on any rank.")
+        return proposed
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; see :meth:`Round.barrier`.
@@ -266,7 +278,7 @@ class Operation:
         if groups:
             self._took, self._to_do = {}, len(groups)
         most = parallelism or self.options.threads
-        for order, part in groupby(groups, lambda one: one.construction.order[0]):
+        for order, part in groupby(groups, lambda group: group.construction.order[0]):
             together = list(part)
             alone = order == HANDED_OVER[0] or (
                 self.options.parallelism is None
@@ -309,7 +321,7 @@ class Operation:
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
-        return [one for one in callbacks if self.changes.concerned.overlaps(one.sets)]
+        return [c for c in callbacks if self.changes.concerned.overlaps(c.sets)]
 
     def of_generations(self, groups: Sequence[ManagedGroup], moment: str) -> list[Callback]:
         """Return the calls of ``on_generation`` for these groups, in the order that members share.
@@ -324,10 +336,10 @@ class Operation:
                 function(group.proxy, lend(group))
 
         return [
-            Callback(f"{one.name} for {group!r}", partial(call, function, group), ALL)
+            Callback(f"{entry.name} for {group!r}", partial(call, function, group), ALL)
             for group in groups
-            for one in callbacks.of_generations(group.proxy)
-            if (function := getattr(one, moment)) is not None
+            for entry in callbacks.of_generations(group.proxy)
+            if (function := getattr(entry, moment)) is not None
         ]
 
     def call(self, callbacks: Sequence[Callback]) -> None:

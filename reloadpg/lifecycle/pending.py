@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Generator
 from concurrent import futures
 from datetime import timedelta
@@ -16,6 +15,7 @@ from ..errors import PendingError
 from ..groups.offloaded import UnderWay
 from ..rendezvous.worker_thread import Attempt, Task, exiting
 from ..reports import Report
+from ..texts import warn
 from .job import Job
 from .operation import Operation
 from .run import perform
@@ -151,11 +151,10 @@ class Pending:
             if error is None and exiting():
                 return  # nothing can use the groups any more
             state = "it completed" if error is None else f"it raised {error!r}"
-        warnings.warn(
+        warn(
             f"the handle of {self.operation}(wait=False) was deleted and result() was never "
             f"called; {state}. Keep the handle, and call result() before the groups are used.",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -16,6 +16,7 @@ from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
 from ..reports import Borrowed, GroupReport, HolderReport, RankFault, Report, Span
+from ..texts import warn
 from . import memory
 from .callbacks import callbacks
 from .job import Job
@@ -86,18 +87,15 @@ class Record:
 
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
         self.measure("after")
-        unfinished = [str(one) for one in job.unfinished if not one.task.ended]
+        unfinished = [str(entry) for entry in job.unfinished if not entry.task.ended]
         warnings = [*self.warnings, *memory.warnings(job.offloaded, self.chosen)]
         if self.operation == "offload":
-            warnings += [
-                f"not reloadable, keeps its communicator: {text}"
-                for text in _by_reason(registry.unmanaged())
-            ]
+            warnings += not_reloadable()
             if registry.options is not None and not registry.managed():
                 warnings += nothing_released(registry.options)
-        warnings += [f"{one}: its memory is not free" for one in unfinished]
+        warnings += [f"{entry}: its memory is not free" for entry in unfinished]
         held = borrowed([g for g in registry.managed() if g.set_name in self.chosen])
-        warnings += [text for one in held if (text := _lost(one))]
+        warnings += [text for loan in held if (text := _lost(loan))]
         return Report(
             self.operation,
             bool(self.groups),
@@ -123,18 +121,44 @@ class Record:
 
 
 def publish(report: Report) -> None:
-    """Log a report and pass it to the registered callbacks; their errors are logged. Local."""
-    logger.log(logging.ERROR if report.error else logging.INFO, "%s", report)
+    """Log a report and pass it to the registered callbacks; their errors are logged. Local.
+
+    Each kind of warning is given once: at the program's line if the program can change it there,
+    and otherwise in the log. The exception of a failed operation has the text of its error.
+    """
+    logger.info("%s", report)
     for warning in report.warnings:
-        kind = re.sub(r"\d[\d.]*", "#", warning)  # log each kind of warning once
-        first = kind not in registry.warned
-        registry.warned.add(kind)
-        logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
+        first = is_new(warning)
+        if first and warning.startswith(_NOTHING):
+            warn(f"reloadpg.{report.operation}(): {warning}")
+        else:
+            logger.log(
+                logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning
+            )
     for callback in list(callbacks.report):
         try:
             callback(report)
         except Exception:
             logger.exception("a callback registered with reloadpg.on_report failed")
+
+
+def is_new(warning: str) -> bool:
+    """Whether no warning of this kind was given yet; from now on one was. Local."""
+    kind = re.sub(r"\d[\d.]*", "#", warning)
+    first = kind not in registry.warned
+    registry.warned.add(kind)
+    return first
+
+
+def not_reloadable() -> list[str]:
+    """Name the groups that should be reloadable and are not, with the reason. Local."""
+    return [
+        f"not reloadable, keeps its communicator: {text}"
+        for text in _by_reason(registry.unmanaged())
+    ]
+
+
+_NOTHING = "nothing was released"
 
 
 def nothing_released(options: Options) -> list[str]:
@@ -143,26 +167,26 @@ def nothing_released(options: Options) -> list[str]:
     if not bypassed:
         return []
     why = "; ".join(_by_reason((group, bypass.reason) for group, bypass in bypassed))
-    remedies = " or ".join(dict.fromkeys(f"install({one.remedy})" for _, one in bypassed))
+    remedies = " or ".join(dict.fromkeys(f"install({bypass.remedy})" for _, bypass in bypassed))
     return [
         f"nothing was released, since no group is reloadable: {why}. Installed with "
         f"{options.selection}; call {remedies} to make them reloadable."
     ]
 
 
-def _lost(one: Borrowed) -> str:
+def _lost(loan: Borrowed) -> str:
     """Warn of what can no longer be used, or is no longer in effect; empty if it can be."""
-    if not one.ended:
+    if not loan.ended:
         return ""
-    if one.raw:
-        return f"{one}: a use of it is a use after free; it must be taken again after each reload"
-    if one.what in ("abort hook", "memory pool"):
-        return f"{one}: it is no longer registered; register it again after each reload"
+    if loan.raw:
+        return f"{loan}: a use of it is a use after free; it must be taken again after each reload"
+    if loan.what in ("abort hook", "memory pool"):
+        return f"{loan}: it is no longer registered; register it again after each reload"
     return ""
 
 
 def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
-    found: dict[str, list[ProcessGroup]] = {}
+    by_reason: dict[str, list[ProcessGroup]] = {}
     for group, reason in groups:
-        found.setdefault(reason, []).append(group)
-    return [f"group {c10d.labels_of(those)}: {reason}" for reason, those in found.items()]
+        by_reason.setdefault(reason, []).append(group)
+    return [f"group {c10d.labels_of(those)}: {reason}" for reason, those in by_reason.items()]

@@ -21,7 +21,7 @@ from ..groups.proxy import ReloadableProcessGroup, managed
 from ..rendezvous.worker_thread import Attempt, Task, Wait
 from . import holders
 from .callbacks import callbacks
-from .connect import Connect, check_group, connect_group, connects_alone
+from .connect import Connect, check_group, connect_group, connects_alone, late_connections
 from .job import Job, Unfinished
 from .operation import Operation
 from .suspend import released_backends
@@ -35,7 +35,8 @@ class Releases:
     """The communicators that one offload destroys.
 
     Where communicators may share a lock, each is aborted: that releases the same memory and waits
-    for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost.
+    for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost. Within
+    a group call, NCCL aborts at the end of the call, when torch holds no lock.
 
     Each is recorded in the job before it is detached, until it is destroyed: if the destruction
     hangs or is interrupted, the communicator is aborted, where an abort can end a destroy.
@@ -55,6 +56,8 @@ class Releases:
             locks = c10d.shares_lock(released_backends(inner, group.construction))
             aborts = self._aborts and locks
             self.job.doomed[group] = repr(group), parts
+            # Detached first: a collective of another thread must find the placeholder, and not a
+            # communicator that is being destroyed.
             group.detach()
         if group.has_hooks:
             c10d.await_hooks(inner)
@@ -67,7 +70,8 @@ class Releases:
             try:
                 for part in parts:
                     if aborts:  # a destroy would wait for peers in a lock that other threads need
-                        part.abort()
+                        with c10d.group_call():
+                            part.abort()
                     part.shutdown()  # after an abort, it ends torch's watchdog
             except BaseException:
                 if doomed is not None:
@@ -152,15 +156,18 @@ class Rebuilds:
     def _rebuild(self, group: ManagedGroup, attempt: Attempt, index: int) -> None:
         if attempt.abandoned:  # its name and store client belong to an operation that has ended
             return
-        made = group.construction
-        store = self._store(index, made)
+        construction = group.construction
+        store = self._store(index, construction)
         device = group.device
-        if device is not None and device.type not in made.devices:
+        if device is not None and device.type not in construction.devices:
             device = None  # torch binds a split to the default group's device
-        with c10d.Unseen(), c10d.name_freed(group.proxy) if made.is_handed_over else nullcontext():
+        # A user's function may give its group the old name. Torch must not count a new generation:
+        # groups that other threads create here would get other names than on the other ranks.
+        freed = c10d.name_freed(group.proxy) if construction.is_handed_over else nullcontext()
+        with c10d.Unseen(), freed:
             # A recovery also aborts the backends that stay alive in an offload.
-            inner = made.replay(self._name(group), store, device, whole=group.kept is None)
-        if made.is_handed_over and (
+            inner = construction.replay(self._name(group), store, device, whole=group.kept is None)
+        if construction.is_handed_over and (
             not isinstance(inner, ProcessGroup)
             or isinstance(inner, ReloadableProcessGroup)
             or c10d.is_known(inner)
@@ -174,6 +181,7 @@ class Rebuilds:
                 "its backend returned the object that was released: such a group manages itself; "
                 "leave it out with install(backends=...)"
             )
+        # The operation may have ended while torch created the group, which cannot be interrupted.
         with attempt as wanted:
             if wanted:
                 group.attach(inner, self._generation)
@@ -200,11 +208,11 @@ def rebuild(
     gone: Sequence[ManagedGroup],
     connect: Connect,
     *,
-    kept: Sequence[ManagedGroup] = (),
+    resumed: Sequence[ManagedGroup] = (),
 ) -> None:
     """Rebuild the groups in ``gone``, call the callbacks, and commit. Collective, with timeouts.
 
-    ``kept`` are groups that were resumed, which may need to be connected.
+    ``resumed`` are groups that were resumed, which may need to be connected.
     """
     rebuilds = Rebuilds(op, job, connect)
     _delete_spent_keys(op, job, gone)
@@ -213,7 +221,7 @@ def rebuild(
             clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
             op.do("rebuilt", clients, "connecting to the store")
     rebuilds.prepare(gone)
-    back = [g for g in op.changes.groups if g in gone or (connect != "none" and g in kept)]
+    back = [g for g in op.changes.groups if g in gone or (connect != "none" and g in resumed)]
     op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and not connects_alone(g))
@@ -227,8 +235,19 @@ def rebuild(
         told = []
         holders.restore(op, "done")
     op.call([*told, *callbacks.reload])
+    retries = op.options.recoverable or (job.loops is not None and job.loops.open)
+    if connect == "none" and retries and (text := late_connections(back)):
+        op.record.warnings.append(f"{text} Pass connect='eager'.")
     op.barrier("done")
     op.complete("" if op.record.groups else "no reloadable group here")
+
+
+def leave_out(op: Operation) -> None:
+    """Mark the groups that an operation leaves without a communicator. Local, idempotent."""
+    for group in op.changes.skipped:
+        text = "It was left out of the last reload (skip). The next one without skip rebuilds it."
+        group.leave_out(text)
+        op.record.warnings.append(f"{group!r} was left out")
 
 
 def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) -> None:
@@ -251,15 +270,16 @@ def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:
     Call it before a rebuild, when no member uses the earlier generations.
     """
     names, group.names_in_store = group.names_in_store, []
-    made = group.construction
-    backends = made.devices if group.kept is None else made.released
-    if len(set(made.devices.values())) == 1:  # torch creates one backend, for the first device
+    construction = group.construction
+    backends = construction.devices if group.kept is None else construction.released
+    if len(set(construction.devices.values())) == 1:
+        # torch creates one backend, for the first device
         backends = dict(list(backends.items())[:1])
-    under = "" if made.is_world else f"{c10d.name_of(world)}//"
+    under = "" if construction.is_world else f"{c10d.name_of(world)}//"
     return [
         under + key
         for name in names
-        for key in c10d.rendezvous_keys(name, backends, made.rank, len(made.ranks))
+        for key in c10d.rendezvous_keys(name, backends, construction.rank, len(construction.ranks))
     ]
 
 
@@ -294,20 +314,24 @@ def abort(
             group.detach(state, reason)
         elif state is GroupState.FAILED:
             group.fail(reason)
-        if whole and (kept := group.kept) is not None:
-            job.doomed.setdefault(group, (repr(group), []))[1].append(kept)
-            del kept
+        if whole and (backends := group.kept) is not None:
+            job.doomed.setdefault(group, (repr(group), []))[1].append(backends)
+            del backends
             group.release_kept()
     started = []
+    # All groups are detached by now: a collective that another thread starts on one of them raises,
+    # and does not wait for peers that have aborted.
     for group, (shown, parts) in list(job.doomed.items()):
         try:
             task = Task(lambda parts=parts: _abort(parts), "abort")  # type: ignore[misc]
         except ReloadpgError:  # no thread can be started: the next operation tries again
             break
-        one = Unfinished(shown, task)
-        job.unfinished.append(one)
-        started.append(one)
-        job.doomed.pop(group, None)  # an abandoned thread may have destroyed it
+        aborting = Unfinished(shown, task)
+        job.unfinished.append(aborting)
+        started.append(aborting)
+        # Last: an interrupt before this line lets two threads abort it, and loses none. An
+        # abandoned thread may have destroyed it and removed the entry.
+        job.doomed.pop(group, None)
     return started
 
 
@@ -316,7 +340,7 @@ def _abort(parts: list[Any]) -> None:
     # the last references are dropped in this thread, not in the caller's.
     with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
         while parts:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError), c10d.group_call():
                 parts[-1].abort()
             parts.pop()
 

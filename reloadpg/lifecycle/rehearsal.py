@@ -49,17 +49,17 @@ def _cycle(world: ProcessGroup, backend: str, place: Order | None) -> None:
     call = by_members([rank], None if is_world else _TIMEOUT, backend, name)
     store = HashStore()
     devices = dict([backend.split(":")])
-    made = Construction(call, name, [0], backend, devices, tuple(devices), 0, name, place=place)
+    record = Construction(call, name, [0], backend, devices, tuple(devices), 0, name, place=place)
     with c10d.Unseen():
-        inner = made.replay(name, store, None)
+        inner = record.replay(name, store, None)
         entry = c10d.entry_of(inner)
         _expect(entry[0] == name and dict(entry[3]) == devices, f"torch's tables have {entry}")
-        group = ReloadableProcessGroup(inner, made)
+        group = ReloadableProcessGroup(inner, record)
     try:
         group._managed.detach().shutdown()
         _expect(_refuses(group), "a collective on an offloaded group raised no error")
         with c10d.Unseen():
-            rebuilt = made.replay(f"{name}@1", store, None)
+            rebuilt = record.replay(f"{name}@1", store, None)
         _expect(rebuilt is not inner, "a replay returned the released group")
         group._managed.attach(rebuilt, 1)
         c10d.group_of_backends(0, 1, store, _backends(rebuilt, devices))  # as for a mixed group

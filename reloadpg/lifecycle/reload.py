@@ -23,7 +23,7 @@ from .connect import Connect, validate
 from .job import Job
 from .operation import OPTIONAL, PHASES, SUSPENDING, Operation
 from .pending import Pending
-from .recreate import abort, rebuild
+from .recreate import abort, leave_out, rebuild
 from .run import await_unfinished, perform
 from .suspend import check_room, resume
 
@@ -67,7 +67,8 @@ def reload(
             that all ranks share. ``canary`` runs that all-reduce on all groups and checks the sum.
             None means ``eager`` with ``install(recoverable=True)``, otherwise ``none``: no fault
             can end the connection of an NCCL communicator in its first collective (torch's
-            ``ProcessGroupNCCL``), and the timeout of the reload ends it. Equal on all ranks.
+            ``ProcessGroupNCCL``), and the timeout of the reload ends it. The report warns of such
+            groups in a recoverable job or in a loop of ``retrying``. Equal on all ranks.
         skip: groups of :func:`register_group` to leave out, or their names: those whose members
             outside the job have ended, and that could not be rebuilt. They stay offloaded, which
             ``status()`` says, and the next reload of the same sets without ``skip`` rebuilds them.
@@ -124,7 +125,7 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     if not op.changes.was_offloaded:
         op.complete("nothing is offloaded")
         return
-    _leave_out(op)
+    leave_out(op)
     with op.record.timed("device"):
         devices.empty_cache()
     if op.may_suspend:
@@ -135,13 +136,13 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         op.record.measure("resumed")
     else:
         op.each("rebuilt", suspended, resume)
-    rebuild(op, job, _without_communicator(op), how, kept=suspended)
+    rebuild(op, job, _without_communicator(op), how, resumed=suspended)
 
 
 def _names(skip: Skip) -> frozenset[str]:
     """The names of groups to leave out. Raises InvalidOptionError."""
     given = [skip] if isinstance(skip, (str, ProcessGroup)) else list(skip)
-    names = {str(getattr(one, "group_name", one)) for one in given}
+    names = {str(getattr(group, "group_name", group)) for group in given}
     for group in registry.managed():
         if group.name in names and not group.construction.is_handed_over:
             raise InvalidOptionError(
@@ -150,13 +151,6 @@ def _names(skip: Skip) -> frozenset[str]:
                 "left out: all members of the others are in this job."
             )
     return frozenset(names)
-
-
-def _leave_out(op: Operation) -> None:
-    for group in op.changes.skipped:
-        text = "It was left out of the last reload (skip). The next one without skip rebuilds it."
-        group.leave_out(text)
-        op.record.warnings.append(f"{group!r} was left out")
 
 
 def _calls(op: Operation) -> bool:
@@ -179,16 +173,25 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     A link that was down, or a store that did not respond, can let an operation end differently on
     the ranks. Those that have live groups release them.
     """
-    op.changes.rebuild_all(decision.generation)
     phases = [phase for phase in PHASES[op.name] if phase not in SUSPENDING]
-    op.open(job.rendezvous.open(op.name, phases, op.round.seconds, OPTIONAL[op.name]))
+    while True:
+        op.changes.rebuild_all(decision.generation)
+        op.open(job.rendezvous.open(op.name, phases, op.round.seconds, OPTIONAL[op.name]))
+        restores = bool(holders.held_by(op.changes.concerned))
+        try:
+            op.agree(connect=how, extends=restores or _calls(op))
+            break
+        except DisagreementError:
+            # Another rank has failed here, and its next reload has just found the difference.
+            if op.round.decision is None or not op.round.decision.generation:
+                raise
+            decision = op.round.decision
     holders.fail(op.changes.concerned)
-    op.agree(connect=how, extends=_calls(op))
     reason = f"The ranks disagreed on the state: {decision.text}."
     op.record.warnings.append(f"all groups were rebuilt. {reason}")
     op.changes.mark_offloaded()
     abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason)
-    _leave_out(op)
+    leave_out(op)
     op.reserve_all()
     await_unfinished(op, job)
     with op.record.timed("device"):

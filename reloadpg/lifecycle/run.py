@@ -87,12 +87,13 @@ def insist(call: Callable[[], object]) -> None:
 
 
 def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> None:
+    # `insist` calls this again after an interrupt, so every step can be repeated.
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     op.changes.mark_offloaded()
     if phase in ("suspended", "resumed"):
         job.suspend_obstacle = f"an earlier {op.name} failed in its phase {phase!r}: {reason}"
         op.record.warnings = ["from now on, the job recreates its groups and suspends none"]
-    if job.creation_stores is not None:
+    if job.creation_stores is not None:  # abandoned creations may hold the clients indefinitely
         job.creation_stores = job.creation_stores.replaced()
     # Some ranks may have rebuilt a group and others not. With different generations, the ranks
     # would disagree in every later attempt.
@@ -106,12 +107,14 @@ def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> 
     # A recovery replaces all backends: some ranks may already have the new ones, and others not.
     groups, whole = list(reversed(op.changes.groups)), op.name == "recover"
     aborts = abort(job, groups, GroupState.FAILED, reason, whole=whole)
+    # Usually their memory is free before the caller sees the error. An abort that hangs must not
+    # withhold the error: the next operation waits for it again, and reports it.
     end = Wait(op.name, _ABORT_S)
-    for one in aborts:
-        one.task.wait(end.left)
-    for one in aborts:
-        if not one.task.ended:
-            logger.error("%s: after %g s, %s; its memory is not free", op.name, _ABORT_S, one)
+    for aborting in aborts:
+        aborting.task.wait(end.left)
+    for aborting in aborts:
+        if not aborting.task.ended:
+            logger.error("%s: after %g s, %s; its memory is not free", op.name, _ABORT_S, aborting)
 
 
 def await_unfinished(op: Operation, job: Job) -> None:
@@ -120,16 +123,16 @@ def await_unfinished(op: Operation, job: Job) -> None:
     A call in C++ may never return and must not block the job.
     """
     abort(job, [], GroupState.FAILED)  # those for which no thread could be started
-    job.unfinished = [one for one in job.unfinished if not one.task.ended]
-    destroying = [one for one in job.unfinished if not one.creates]
+    job.unfinished = [entry for entry in job.unfinished if not entry.task.ended]
+    destroying = [entry for entry in job.unfinished if not entry.creates]
     end = Wait(op.name, min(_UNFINISHED_S, op.round.seconds / 2))
 
     def wait() -> None:
-        while end.left and any(not one.task.wait(min(0.2, end.left)) for one in destroying):
+        while end.left and any(not entry.task.wait(min(0.2, end.left)) for entry in destroying):
             op.round.advance()  # the other ranks may wait for this limited time
 
     if destroying:
-        names = ", ".join(dict.fromkeys(one.group for one in destroying))
+        names = ", ".join(dict.fromkeys(entry.group for entry in destroying))
         op.do(
             op.round.phase,
             wait,

@@ -23,8 +23,8 @@ def running() -> OperationStatus | None:
 
     Local, cheap, from any thread and from a signal handler.
     """
-    found: OperationStatus | None = jobs.progress()
-    return found
+    progress: OperationStatus | None = jobs.progress()
+    return progress
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def status() -> Status:
     unfinished = job.unfinished if job else []
     bypassed = registry.bypassed()
     held = holders.reports()
-    followed = {one.name for one in held}
+    followed = {holder.name for holder in held}
     return Status(
         installed=registry.patches is not None,
         initialized=world is not None,
@@ -70,7 +70,7 @@ def status() -> Status:
         foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
         last_error=job.last_error if job else "",
         unmanaged={c10d.name_of(group): reason for group, reason in registry.unmanaged()},
-        unfinished=tuple(str(one) for one in unfinished if not one.task.ended),
+        unfinished=tuple(str(entry) for entry in unfinished if not entry.task.ended),
         bypassed_groups=tuple(
             BypassedGroup(
                 c10d.name_of(group),
@@ -102,7 +102,7 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
         return {}
     rules = () if registry.options is None else registry.options.selection.sets
     names = [TRAINER, *(name for name, patterns in rules if name and patterns), *job.sets.names]
-    found = {}
+    rows = {}
     for name in dict.fromkeys([*names, *(group.set for group in groups)]):
         mine = [group for group in groups if group.set == name]
         state = job.sets[name]
@@ -110,8 +110,8 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
         worst = _worst(mine) if mine else left.value
         held = [group.memory_bytes for group in mine if group.memory_bytes is not None]
         numbers = state.generation, state.cycles, sum(held) if held else None
-        found[name] = SetStatus(worst, len(mine), *numbers)
-    return found
+        rows[name] = SetStatus(worst, len(mine), *numbers)
+    return rows
 
 
 def _group_status(group: ManagedGroup) -> GroupStatus:

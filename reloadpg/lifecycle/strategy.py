@@ -69,6 +69,11 @@ _REFUSED = "borrowed"
 """Subject of the proposal to refuse the operation, which all ranks read."""
 
 
+def _anchored(group: str) -> str:
+    """Subject of the proposal to leave a group as it is, the last one of a rank."""
+    return f"anchor/{group}"
+
+
 def _kept(group: str) -> str:
     """Subject of the proposal to keep the communicator of a group, which its members read."""
     return f"borrowed/{group}"
@@ -119,18 +124,36 @@ class Strategy:
             if choice.strategy == "recreate" and (holder := self._holder(group)):
                 self.extends = True
                 proposals.append(self._protect(group, holder))
+        if (anchor := self._anchor(groups)) is not None:
+            self.extends = True
+            proposals.append(Proposal(_anchored(anchor.name), ""))
         subjects = [name for name, mine in self._choices.items() if mine.strategy != "recreate"]
+        if self._policy.anchor:
+            subjects += map(_anchored, self._choices)
         if self._borrowed in _PROTECTS:
             subjects += [_REFUSED, *map(_kept, self._choices)]
         return proposals, subjects
+
+    def _anchor(self, groups: Sequence[ManagedGroup]) -> ManagedGroup | None:
+        """The smallest group of this rank that has a communicator and may stay alive."""
+        found = [
+            group
+            for group in groups
+            if self._policy.anchors(group.name, group.desc)
+            and self._used[group.name]
+            and not group.construction.is_handed_over
+        ]
+        order = [(len(one.construction.ranks), one.construction.order) for one in found]
+        return found[order.index(min(order))] if found else None
 
     def _holder(self, group: ManagedGroup) -> str:
         """What other code holds of a group and could use after a release; empty if it is none."""
         if self._borrowed not in _PROTECTS:
             return ""
-        told = {one.package for one in callbacks.of_generations(group.proxy)}
-        held = [one for one in borrowed([group]) if one.raw and not one.ended]
-        return "; ".join(str(one) for one in held if not any(is_part(one.by, p) for p in told))
+        told = {callback.package for callback in callbacks.of_generations(group.proxy)}
+        held = [loan for loan in borrowed([group]) if loan.raw and not loan.ended]
+        others = [loan for loan in held if not any(is_part(loan.by, name) for name in told)]
+        return "; ".join(map(str, others))
 
     def _protect(self, group: ManagedGroup, holder: str) -> Proposal:
         """Propose to suspend a group instead of recreating it, or to refuse the operation."""
@@ -157,11 +180,14 @@ class Strategy:
             mine = self._choices[name]
             if _kept(name) in proposed:  # its bytes count less than the pointer
                 mine, theirs = self._keep(group, theirs, proposed[_kept(name)]), None
+            if _anchored(name) in proposed:
+                mine, theirs = Choice("skip", _ANCHOR), None
             choice = self._choices[name] = conclude(mine, theirs)
             group.history.strategy = choice.strategy
             if choice.strategy == "recreate" and choice.reason:
                 recreated.append(choice.reason)
-        return [
+        anchored = any(choice.reason == _ANCHOR for choice in self._choices.values())
+        return [_NO_ANCHOR] * bool(self._policy.anchor and groups and not anchored) + [
             f"{counted(count, 'group')} {'is' if count == 1 else 'are'} recreated, not suspended: "
             f"{reason}"
             for reason in dict.fromkeys(recreated)
@@ -186,6 +212,12 @@ class Strategy:
         obstacles = obstacles or ["it has no backend object"]
         return next((text for text in (*obstacles, self._job.suspend_obstacle) if text), "")
 
+
+_ANCHOR = "its communicator stays alive: an anchor of StrategyPolicy(anchor=...)"
+_NO_ANCHOR = (
+    "no communicator of this rank stays alive: no group that it has used matches "
+    "StrategyPolicy(anchor=...)"
+)
 
 _PROTECTS = ("suspend", "refuse")
 """Values of ``install(borrowed=...)`` with which an offload invalidates nothing that is used."""

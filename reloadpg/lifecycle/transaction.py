@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
-from ..rendezvous.plan import GENERATION, GroupPlan, Plan
+from ..rendezvous.plan import GENERATION, GroupPlan, Plan, Proposal
 from ..texts import did_you_mean
 from . import holders
 from .job import Job, Position
@@ -47,11 +47,13 @@ class Transaction:
         self._chosen = self.concerned = chosen
         self._job = job
         self._options = options
+        self._new_sets = chosen.names - {*job.sets.names}
         job.sets.separate(chosen)
         offloads = name == "offload"
         due = job.sets.where(chosen, lambda state: state.offloaded != offloads)
         self.was_offloaded = bool(due) != offloads
         self._skip = skip
+        self._left_out = job.left_out
         if name == "reload" and self._is_to_try_again():
             self.was_offloaded = True
         elif name == "reload" and due:
@@ -79,6 +81,10 @@ class Transaction:
         return any(
             not sets.without(self._chosen) for name, sets in left_out if name not in self._skip
         )
+
+    def leave_out(self, left_out: Mapping[str, Chosen]) -> None:
+        """Of a recovery: leave out the groups that reloads have left out on any rank. Local."""
+        self._left_out, self._skip = dict(left_out), frozenset(left_out)
 
     @property
     def skipped(self) -> list[ManagedGroup]:
@@ -109,15 +115,15 @@ class Transaction:
         groups = tuple(
             GroupPlan(
                 group.name,
-                made.ranks,
+                construction.ranks,
                 0 if self.whole else group.generation,
                 "recreate" if self.whole else self.strategy.planned(group),
-                made.digest,
+                construction.digest,
                 group.set_name,
-                made.summary,
+                construction.summary,
             )
             for group in self._planned
-            if not (made := group.construction).is_handed_over
+            if not (construction := group.construction).is_handed_over
         )
         held = holders.plans(self._chosen, self._job.rendezvous.size, whole=self.whole)
         return Plan(self._name, dict(settings), (*groups, *held), options, state)
@@ -139,9 +145,11 @@ class Transaction:
             job.generation = self.generation
             for state, *_ in self._before:
                 state.generation, state.offloaded = self.generation, False
-            kept = {n: sets for n, sets in job.left_out.items() if sets.without(self._chosen)}
-            job.left_out = {**kept, **dict.fromkeys(self._skip, self._chosen)}
+            if self._name == "reload":
+                kept = {n: s for n, s in self._left_out.items() if s.without(self._chosen)}
+                job.left_out = {**kept, **dict.fromkeys(self._skip, self._chosen)}
         if self._name == "recover":
+            job.left_out = self._left_out
             job.replaced = self.replaced
             if job.rendezvous.replaces:  # this process continues where the others are
                 job.position = max(job.position, self.position)
@@ -152,9 +160,34 @@ class Transaction:
         for state, *_ in self._before:
             state.offloaded = True
 
-    def unknown_sets(self) -> list[str]:
-        """Warn of unknown names that are similar to the name of a set on this rank."""
-        known = {TRAINER, *(name or "" for name, _ in self._options.selection.sets)}
-        known |= {group.set_name for group in registry.managed()}
-        near = {name: did_you_mean(name, known) for name in sorted(self._chosen.names - known)}
-        return [f"no group here is in the set {name}{text}" for name, text in near.items() if text]
+    def forget_new_sets(self) -> None:
+        """Drop the states of sets that this operation was the first to name. Local."""
+        self._job.sets.forget(self._new_sets)
+
+    def of_sets(self) -> tuple[list[Proposal], list[str]]:
+        """This rank's proposals on named sets that no rule names, and their subjects. Local.
+
+        A rank that has a group of the set proposes that it exists. One that has none, and knows a
+        similar name, proposes the error that all ranks raise if no rank has a group of the set.
+        """
+        named = self._options.selection.sets
+        rules = {TRAINER, *(name or "" for name, _ in named)}
+        known = rules | {group.set_name for group in registry.managed()}
+        chosen = () if self._chosen.others else sorted(self._chosen.names - rules)
+        proposals = []
+        for name in chosen:
+            if name in known:
+                proposals.append(Proposal(_set(name), EXISTS))
+            elif near := did_you_mean(name, known):
+                sets = ", ".join(sorted(known - {""}))
+                text = f"no group of any rank is in the set {name!r}{near}; sets here: {sets}"
+                proposals.append(Proposal(_set(name), text, yields=True))
+        return proposals, [_set(name) for name in chosen]
+
+
+EXISTS = "a rank has a group of this set"
+
+
+def _set(name: str) -> str:
+    """Subject of the proposals on a named set, which all ranks read."""
+    return f"set/{name}"

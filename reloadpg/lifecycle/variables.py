@@ -40,7 +40,7 @@ def _read(environ: Mapping[str, str], name: str) -> str:
 
 
 def install_options(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read the variables into arguments of ``install``. Local, pure.
+    """Read the variables into arguments of ``install``.
 
     Raises:
         InvalidOptionError: a variable is invalid; the message names it.
@@ -78,16 +78,16 @@ def _seconds(environ: Mapping[str, str], name: str, example: str) -> timedelta |
 
 
 def invalid_values(environ: Mapping[str, str]) -> list[str]:
-    """What ``install`` would raise for each variable with an invalid value. Local, pure."""
-    found = []
+    """What ``install`` would raise for each variable with an invalid value."""
+    texts = []
     for name in NAMES:
         try:
             install_options({name: environ.get(name, "")})
             if name == LOG_LEVEL:
                 set_log_level(environ, logging.Logger("of nothing"))
         except InvalidOptionError as error:
-            found.append(str(error))
-    return found
+            texts.append(str(error))
+    return texts
 
 
 def set_log_level(environ: Mapping[str, str], logger: logging.Logger | None = None) -> None:

@@ -29,11 +29,12 @@ from ..errors import PeerFailedError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
+from ..groups.sets import Chosen
 from ..lifecycle import holders
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.job import Job, Position, jobs
 from ..lifecycle.operation import PHASES, Operation
-from ..lifecycle.recreate import abort, rebuild
+from ..lifecycle.recreate import abort, leave_out, rebuild
 from ..lifecycle.run import await_unfinished, insist, perform
 from ..rendezvous.worker_thread import Task, Wait
 from ..reports import RankFault, Report
@@ -81,7 +82,8 @@ def recover(
     Afterwards all groups are live, also those that were offloaded. Each has run a small all-reduce,
     checked by value. The results of unfinished collectives are lost: the caller restores the state
     from before the step and repeats it. A group whose ``abort()`` or ``shutdown()`` the program has
-    called is rebuilt, unless it was destroyed. Groups that bypass are unchanged.
+    called is rebuilt, unless it was destroyed. Groups that bypass are unchanged. Registered groups
+    that the last reload has left out (``skip``) stay offloaded.
 
     Args:
         reason: the reason for the reports and logs of all ranks: text or an exception; if None, the
@@ -167,6 +169,7 @@ def _recover(
             "position": job.position,
             "replaces": job.rendezvous.replaces,
             "replaced": job.replaced,
+            "left out": {n: (sorted(s.names), s.others) for n, s in job.left_out.items()},
         }
     )
     timeout = op.options.timeout.total_seconds()
@@ -196,7 +199,10 @@ def _recover(
     with op.record.timed("device"):
         devices.empty_cache()
     holders.fail(op.changes.concerned, op.changes.groups)
-    gone = [g for g in op.changes.groups if g.state is not GroupState.DESTROYED]
+    leave_out(op)
+    skipped = op.changes.skipped
+    groups = [g for g in op.changes.groups if g not in skipped]
+    gone = [g for g in groups if g.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary")
 
 
@@ -237,12 +243,12 @@ def _release_work(error: BaseException, *, of_user: bool) -> None:
         of_user: whether to also clear frames outside torch. An error that is raised to the user
             keeps them, for debuggers and logs.
     """
-    found: list[BaseException | None] = [error]
-    for one in found:
-        if one is None:
+    errors: list[BaseException | None] = [error]
+    for cause in errors:
+        if cause is None:
             continue
-        found += [other for other in (one.__cause__, one.__context__) if other not in found]
-        for frame, _ in traceback.walk_tb(one.__traceback__):
+        errors += [other for other in (cause.__cause__, cause.__context__) if other not in errors]
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
             # Clearing a suspended generator would close it.
             clears = of_user and not frame.f_code.co_flags & _GENERATOR
             if clears or _module(frame.f_globals) == "torch":
@@ -268,19 +274,19 @@ def _module(variables: dict[str, Any]) -> str:
 
 def collectives_begun(groups: Sequence[ManagedGroup]) -> dict[str, int]:
     """The number of collectives that this rank has started, by live group and generation."""
-    found = {}
+    counts = {}
     for group in groups:
         with suppress(RuntimeError):  # not every backend counts
             if group.is_live:
                 key = f"{group.name}/{group.construction.ranks[0]}/{group.generation}"
-                found[key] = c10d.sequence_number(group.proxy)
-    return found
+                counts[key] = c10d.sequence_number(group.proxy)
+    return counts
 
 
 def longest_wait(group: ManagedGroup) -> float:
     """Longest duration of a collective of the group, in seconds."""
     timeouts = group.current_timeouts().values()
-    return max((one.total_seconds() for one in timeouts), default=0.0) + 10.0
+    return max((timeout.total_seconds() for timeout in timeouts), default=0.0) + 10.0
 
 
 def seconds_of(given: timedelta | float | None) -> float | None:
@@ -309,7 +315,7 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
 def _shut_connections(op: Operation, job: Job) -> None:
     """Make the pending collectives of gloo groups fail, here and on their peers. Local."""
     parts = [g.communicator if g.is_live else g.kept for g in op.changes.groups]
-    inner = [one for one in parts if one is not None]
+    inner = [part for part in parts if part is not None]
     unseen = len(op.changes.groups) - len(inner) + len(job.unfinished)  # those being created, too
     given, shut = [inner], threading.Event()
     del inner, parts  # the thread that aborts a group must hold its last reference
@@ -335,9 +341,11 @@ def _agree(op: Operation, job: Job) -> None:
     agreed = json.loads(rendezvous.summary(seconds))
     op.changes.generation, op.changes.position = agreed["generation"], Position(*agreed["position"])
     op.changes.replaced = tuple(agreed["replaced"])
+    left_out = {n: Chosen(frozenset(names), o) for n, (names, o) in agreed["left out"].items()}
+    op.changes.leave_out(left_out)
     op.record.replaced = tuple(agreed["new"])
     op.record.faults = tuple(
-        replace(RankFault(**one), late=tuple(one["late"])) for one in agreed["faults"]
+        replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )
 
 
@@ -345,27 +353,30 @@ def _summary(reports: Sequence[str]) -> str:
     """Summarize the reports of all ranks. Pure."""
     read = [json.loads(report) for report in reports]
     most: dict[str, int] = {}
-    for one in read:
-        for key, begun in one["begun"].items():
+    for report in read:
+        for key, begun in report["begun"].items():
             most[key] = max(begun, most.get(key, 0))
     faults = []
-    for one in read:
-        late = [key.split("/")[0] for key, begun in one["begun"].items() if begun < most[key]]
-        if late or one["fault"]["reason"]:
-            faults.append({**one["fault"], "late": late})
-    furthest = max(one["position"] for one in read)
-    new = [one["fault"]["rank"] for one in read if one["replaces"]]
+    for report in read:
+        late = [key.split("/")[0] for key, begun in report["begun"].items() if begun < most[key]]
+        if late or report["fault"]["reason"]:
+            faults.append({**report["fault"], "late": late})
+    furthest = max(report["position"] for report in read)
+    new = [report["fault"]["rank"] for report in read if report["replaces"]]
     replaced: set[int] = set()
-    for one in read:
-        if one["position"][:2] == furthest[:2]:
-            replaced.update(one["replaced"])
+    left_out: dict[str, Any] = {}  # by any rank: a failed operation may not be counted on all
+    for report in read:
+        left_out.update(report["left out"])
+        if report["position"][:2] == furthest[:2]:
+            replaced.update(report["replaced"])
     faults.sort(key=lambda fault: (fault["repeats"], not fault["late"], fault["rank"]))
     return json.dumps(
         {
-            "generation": max(one["generation"] for one in read) + 1,
+            "generation": max(report["generation"] for report in read) + 1,
             "faults": faults[:_MOST],
             "position": furthest,
             "new": new,
             "replaced": sorted(replaced.union(new)),
+            "left out": left_out,
         }
     )

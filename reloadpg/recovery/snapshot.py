@@ -35,15 +35,15 @@ class Snapshot:
         self._objects = objects if isinstance(objects, (tuple, list, Mapping)) else (objects,)
         self._entries = self._list()
         self._buffers = _Buffers()
-        self._parts = [_part(one, self._buffers) for _, one in self._entries]
+        self._parts = [_part(value, self._buffers) for _, value in self._entries]
         self._random = _Random()
         self._given = None if replicas is None else _read_replicas(replicas)
 
     def take(self) -> None:
         """Copy the current state. Local; does not block on an accelerator."""
         before, self._entries = self._entries, self._list()
-        if [(key, id(one)) for key, one in before] != [(k, id(o)) for k, o in self._entries]:
-            self._parts = [_part(one, self._buffers) for _, one in self._entries]
+        if [(key, id(value)) for key, value in before] != [(k, id(o)) for k, o in self._entries]:
+            self._parts = [_part(value, self._buffers) for _, value in self._entries]
         self._buffers.begin()
         for part in self._parts:
             part.take()
@@ -65,7 +65,7 @@ class Snapshot:
             self._objects.clear()
             self._objects.update(self._entries)
         elif isinstance(self._objects, list):
-            self._objects[:] = [one for _, one in self._entries]
+            self._objects[:] = [value for _, value in self._entries]
         self._random.restore()
 
     def _list(self) -> list[tuple[Any, Any]]:
@@ -102,24 +102,24 @@ class Snapshot:
     def _replicas(self, rank: int) -> set[int]:
         if self._given is not None:
             return self._given | {rank}
-        found: set[int] | None = None
+        replicas: set[int] | None = None
         for part in self._parts:
             same = part.replicas(rank)
             if same is not None:
-                found = same if found is None else found & same
-        return {rank} if found is None else found
+                replicas = same if replicas is None else replicas & same
+        return {rank} if replicas is None else replicas
 
 
 def _read_replicas(given: object) -> set[int]:
     known = range(dist.get_world_size() if dist.is_initialized() else sys.maxsize)
-    ranks = [as_integer(one) for one in given] if isinstance(given, Iterable) else [None]
-    found = {one for one in ranks if one is not None and one in known}
-    if len(found) < len({*ranks}):
+    ranks = [as_integer(rank) for rank in given] if isinstance(given, Iterable) else [None]
+    replicas = {rank for rank in ranks if rank is not None and rank in known}
+    if len(replicas) < len({*ranks}):
         raise InvalidOptionError(
             f"retrying(replicas={given!r}): not ranks of this job; nothing was started. Pass the "
             "global ranks that hold the same state as this one."
         )
-    return found
+    return replicas
 
 
 def _lost(rank: int, same: set[int]) -> str:
@@ -159,14 +159,14 @@ class _Buffers:
 
     def save(self, tensor: Tensor) -> _Saved:
         """Add a tensor; :meth:`end` copies its data."""
-        found = self._saved.get(id(tensor))
-        if found is None:
+        saved = self._saved.get(id(tensor))
+        if saved is None:
             leaves = [*c10d.leaves_of(tensor)]
-            found = self._before.get(id(tensor))
-            if found is None or not _alike(found.buffers, leaves):
-                found = _Saved(tensor, [_buffer_for(leaf) for leaf in leaves])
-            self._saved[id(tensor)] = found
-        return found
+            saved = self._before.get(id(tensor))
+            if saved is None or not _alike(saved.buffers, leaves):
+                saved = _Saved(tensor, [_buffer_for(leaf) for leaf in leaves])
+            self._saved[id(tensor)] = saved
+        return saved
 
     def end(self) -> None:
         """Copy the data of all added tensors."""
@@ -180,8 +180,8 @@ class _Buffers:
     def _both(self) -> tuple[list[Tensor], list[Tensor]]:
         saved = self._saved.values()
         return (
-            [buffer for one in saved for buffer in one.buffers],
-            [leaf for one in saved for leaf in c10d.leaves_of(one.tensor)],
+            [buffer for entry in saved for buffer in entry.buffers],
+            [leaf for entry in saved for leaf in c10d.leaves_of(entry.tensor)],
         )
 
 
@@ -209,11 +209,11 @@ def _is_array(value: Any) -> bool:
 
 def _refuse_unknown(value: Any) -> None:
     if isinstance(value, dict):
-        for one in value.values():
-            _refuse_unknown(one)
+        for item in value.values():
+            _refuse_unknown(item)
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        for one in value:
-            _refuse_unknown(one)
+        for item in value:
+            _refuse_unknown(item)
     elif not (isinstance(value, (Tensor, *_PLAIN)) or _is_array(value)):
         raise InvalidOptionError(
             f"retrying(state=...): a {type(value).__name__} in a dict or list cannot be restored "
@@ -231,9 +231,9 @@ class _Tree:
         if isinstance(value, Tensor):
             self._kept = buffers.save(value)
         elif isinstance(value, dict):
-            self._kept = {key: _Tree(one, buffers) for key, one in value.items()}
+            self._kept = {key: _Tree(item, buffers) for key, item in value.items()}
         elif isinstance(value, (list, tuple)):
-            self._kept = [_Tree(one, buffers) for one in value]
+            self._kept = [_Tree(item, buffers) for item in value]
         else:
             self._kept = copy.deepcopy(value)
 
@@ -243,15 +243,15 @@ class _Tree:
         if isinstance(value, Tensor):
             return value
         if isinstance(value, dict):
-            kept = {key: one.restored() for key, one in self._kept.items()}
+            contents = {key: tree.restored() for key, tree in self._kept.items()}
             value.clear()
-            value.update(kept)
+            value.update(contents)
             return value
         if isinstance(value, list):
-            value[:] = [one.restored() for one in self._kept]
+            value[:] = [tree.restored() for tree in self._kept]
             return value
         if isinstance(value, tuple):
-            return _sequence(type(value), [one.restored() for one in self._kept])
+            return _sequence(type(value), [tree.restored() for tree in self._kept])
         if _is_array(value):
             value[...] = self._kept
             return value
@@ -263,9 +263,9 @@ class _Tree:
             alike = like is not None and self._value.shape == like.shape
             return self._kept.plain(alike)
         if isinstance(self._value, dict):
-            return {key: one.plain(like) for key, one in self._kept.items()}
+            return {key: tree.plain(like) for key, tree in self._kept.items()}
         if isinstance(self._value, (list, tuple)):
-            return _sequence(type(self._value), [one.plain(like) for one in self._kept])
+            return _sequence(type(self._value), [tree.plain(like) for tree in self._kept])
         return self._kept
 
 
@@ -285,14 +285,14 @@ class _Plain(NamedTuple):
 def _revived(value: Any, like: Tensor | None = None) -> Any:
     if isinstance(value, _Plain):
         if value.alike and like is not None:
-            made = torch.empty_like(like.detach())
-            c10d.copy_tensors([*c10d.leaves_of(made)], value.data)
-            return made
+            tensor = torch.empty_like(like.detach())
+            c10d.copy_tensors([*c10d.leaves_of(tensor)], value.data)
+            return tensor
         return value.data[0].to(value.device_type, copy=True)
     if isinstance(value, dict):
-        return {key: _revived(one, like) for key, one in value.items()}
+        return {key: _revived(item, like) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return _sequence(type(value), [_revived(one, like) for one in value])
+        return _sequence(type(value), [_revived(item, like) for item in value])
     return value
 
 
@@ -325,33 +325,33 @@ class _Module(_Part):
 
     def take(self) -> None:
         save = self._buffers.save
-        self._parameters = [(one, save(one)) for one in c10d.module_parameters(self._module)]
+        self._parameters = [(p, save(p)) for p in c10d.module_parameters(self._module)]
         self._gradients = [
-            (one, one.grad, None if one.grad is None else save(one.grad))
-            for one, _ in self._parameters
+            (parameter, parameter.grad, None if parameter.grad is None else save(parameter.grad))
+            for parameter, _ in self._parameters
         ]
         self._registered = [
-            (owner, name, one)
+            (owner, name, parameter)
             for owner in self._module.modules()
-            for name, one in c10d.registered_parameters(owner).items()
+            for name, parameter in c10d.registered_parameters(owner).items()
         ]
         self._named = [
-            (owner, name, one, None if one is None else save(one))
+            (owner, name, buffer, None if buffer is None else save(buffer))
             for owner in self._module.modules()
-            for name, one in c10d.registered_buffers(owner).items()
+            for name, buffer in c10d.registered_buffers(owner).items()
         ]
         self._held = [
             (owner, name, save(getattr(owner, name)))
             for owner, name in c10d.held_gradients(self._module)
         ]
         self._flags = [
-            (one, name, getattr(one, name)) for one, name in c10d.step_flags(self._module)
+            (owner, name, getattr(owner, name)) for owner, name in c10d.step_flags(self._module)
         ]
         base = torch.nn.Module.get_extra_state
         self._extra = [
-            (one, copy.deepcopy(one.get_extra_state()))
-            for one in self._module.modules()
-            if type(one).get_extra_state is not base
+            (module, copy.deepcopy(module.get_extra_state()))
+            for module in self._module.modules()
+            if type(module).get_extra_state is not base
         ]
 
     def reset(self) -> None:
@@ -368,8 +368,8 @@ class _Module(_Part):
             c10d.registered_buffers(owner)[name] = buffer
         for held, name, saved in self._held:
             setattr(held, name, saved.tensor)
-        for one, name, value in self._flags:
-            setattr(one, name, value)
+        for owner, name, value in self._flags:
+            setattr(owner, name, value)
         for module, extra in self._extra:
             module.set_extra_state(copy.deepcopy(extra))
 
@@ -378,7 +378,7 @@ class _Module(_Part):
             "parameters": [saved.plain() for _, saved in self._parameters],
             "gradients": [saved and saved.plain() for _, _, saved in self._gradients],
             "buffers": [saved and saved.plain() for _, _, _, saved in self._named],
-            "flags": [value for one, _, value in self._flags if isinstance(one, torch.nn.Module)],
+            "flags": [flag for owner, _, flag in self._flags if isinstance(owner, torch.nn.Module)],
             "extra": [extra for _, extra in self._extra],
         }
 
@@ -397,9 +397,9 @@ class _Module(_Part):
                     c10d.copy_tensors([*c10d.leaves_of(buffer)], given.data)
                 else:
                     c10d.registered_buffers(owner)[name] = given and _revived(given)
-        flags = [(one, n) for one, n, _ in self._flags if isinstance(one, torch.nn.Module)]
-        for (one, name), value in zip(flags, exported["flags"], strict=True):
-            setattr(one, name, value)
+        flags = [(owner, n) for owner, n, _ in self._flags if isinstance(owner, torch.nn.Module)]
+        for (owner, name), value in zip(flags, exported["flags"], strict=True):
+            setattr(owner, name, value)
         for (module, _), extra in zip(self._extra, exported["extra"], strict=True):
             module.set_extra_state(extra)
 
@@ -428,19 +428,19 @@ class _Optimizer(_Part):
         self._state = {p: _Tree(v, self._buffers) for p, v in self._optimizer.state.items()}
 
     def restore(self) -> None:
-        for group, kept in self._groups:
-            for name in {*group} - {*kept, "params"}:
+        for group, trees in self._groups:
+            for name in {*group} - {*trees, "params"}:
                 del group[name]
-            group.update({name: one.restored() for name, one in kept.items()})
-        state = {parameter: one.restored() for parameter, one in self._state.items()}
+            group.update({name: tree.restored() for name, tree in trees.items()})
+        state = {parameter: tree.restored() for parameter, tree in self._state.items()}
         self._optimizer.state.clear()
         self._optimizer.state.update(state)
 
     def export(self) -> Any:
-        index = {id(one): number for number, one in enumerate(self._parameters())}
+        index = {id(parameter): number for number, parameter in enumerate(self._parameters())}
         return {
-            "groups": [{k: one.plain() for k, one in kept.items()} for _, kept in self._groups],
-            "state": {index[id(p)]: one.plain(p) for p, one in self._state.items()},
+            "groups": [{k: tree.plain() for k, tree in trees.items()} for _, trees in self._groups],
+            "state": {index[id(p)]: tree.plain(p) for p, tree in self._state.items()},
         }
 
     def load(self, exported: Any) -> None:
@@ -553,8 +553,8 @@ class _Random:
         self._states = [(random.setstate, random.getstate())]
         if numpy := sys.modules.get("numpy"):
             self._states.append((numpy.random.set_state, numpy.random.get_state()))
-        for one in filter(None, (torch, devices.runtime())):
-            self._states.append((one.set_rng_state, one.get_rng_state()))
+        for source in filter(None, (torch, devices.runtime())):
+            self._states.append((source.set_rng_state, source.get_rng_state()))
 
     def restore(self) -> None:
         for set_state, state in self._states:

@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,14 +30,14 @@ from ..errors import (
 )
 from ..groups.proxy import managed
 from ..groups.registry import registry
-from ..lifecycle.connect import await_device
+from ..lifecycle.connect import await_device, late_connections
 from ..lifecycle.job import Job, Position, jobs
 from ..lifecycle.run import notify
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
 from ..reports import RankFault, Report
 from ..settings import as_integer
-from ..texts import counted
+from ..texts import warn
 from .recovering import longest_wait, meet, recovery_requested, seconds_of
 from .snapshot import Snapshot
 
@@ -152,24 +151,12 @@ def retrying(
 
 def _warn_of_unused() -> None:
     """Warn of groups in whose first collective a fault could not be ended. Local."""
-    unused = [
-        group.proxy
-        for group in registry.managed()
-        if group.is_live
-        and group.construction.size > 1
-        and any(
-            c10d.connects_without_timeout(backend)
-            for backend in c10d.live_backends(group.proxy, group.construction.selected).values()
-        )
-    ]
-    if unused and "unused groups" not in registry.warned:
+    text = late_connections(registry.managed())
+    if text and "unused groups" not in registry.warned:
         registry.warned.add("unused groups")
-        warnings.warn(
-            f"retrying(): {counted(len(unused), 'group')} ({c10d.labels_of(unused)}) will connect "
-            "in the first collective. If a rank does not reach that collective, the others stay in "
-            "it, past every timeout: torch's ProcessGroupNCCL cannot end a connection. Pass "
-            "device_id= to init_process_group(), or use each group once before the loop.",
-            stacklevel=3,
+        warn(
+            f"retrying(): {text} Pass device_id= to init_process_group(), or use each group once "
+            "before the loop."
         )
 
 
@@ -177,7 +164,7 @@ def _read_on(on: On | None) -> _On | None:
     if on is None or (callable(on) and not isinstance(on, type)):
         return on
     types = tuple(on) if isinstance(on, Collection) and not isinstance(on, str) else (on,)
-    if not all(isinstance(one, type) and issubclass(one, Exception) for one in types):
+    if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in types):
         raise InvalidOptionError(
             f"retrying(on={on!r}): neither exception types nor a function; nothing was started. "
             "Pass one or several types, or a function that returns whether to repeat the step."
@@ -225,8 +212,8 @@ class _Loops:
             return _without_job
         if job.loops is None:
             job.loops = cls(resumes=job.position if job.position != Position() else None)
-        found: _Loops = job.loops
-        return found
+        loops: _Loops = job.loops
+        return loops
 
     def begin(self) -> _Loop:
         nested = bool(self.open)
@@ -552,12 +539,12 @@ class _Progress:
     def _is_fault(self, error: Exception) -> bool:
         on = self._rules.on
         if isinstance(error, ReloadpgError):
-            found = isinstance(error, _OWN)
+            repeats = isinstance(error, _OWN)
         elif isinstance(on, tuple):
-            found = isinstance(error, on)
+            repeats = isinstance(error, on)
         else:
-            found = on(error) if on is not None else c10d.is_communication_error(error)
-        return found or self._follows(error)
+            repeats = on(error) if on is not None else c10d.is_communication_error(error)
+        return repeats or self._follows(error)
 
     @staticmethod
     def _follows(error: BaseException) -> bool:
@@ -565,11 +552,11 @@ class _Progress:
         job = jobs.current("retrying")
         if job is None or not job.rendezvous.recovery_requested(0.0):
             return False
-        found: list[BaseException] = [error]
-        for one in found:
-            if c10d.is_communication_error(one) or isinstance(one, GroupOffloadedError):
+        errors: list[BaseException] = [error]
+        for cause in errors:
+            if c10d.is_communication_error(cause) or isinstance(cause, GroupOffloadedError):
                 return True
-            found += [e for e in (one.__cause__, one.__context__) if e and e not in found]
+            errors += [e for e in (cause.__cause__, cause.__context__) if e and e not in errors]
         return False
 
     def _peer_failed(self, faults: Sequence[RankFault]) -> PeerFailedError:
@@ -593,8 +580,8 @@ def _abort_on_request(job: Job, block_ended: threading.Event) -> None:
         # Listed before the poll, so that groups rebuilt by a recovery are never aborted.
         communicators = [group.communicator for group in registry.managed()]
         if job.rendezvous.recovery_requested(every / 2) and not block_ended.is_set():
-            for one in filter(None, communicators):
-                Task(one.abort, "abort")
+            for communicator in filter(None, communicators):
+                Task(communicator.abort, "abort")
             return
 
 
@@ -608,16 +595,18 @@ def _raise_in(frame: FrameType, error: Exception) -> None:
     def trace(current: FrameType, event: str, _: object) -> Any:
         if current is not frame:
             return None
-        if event == "exception":
+        if event == "exception":  # handled there, and a line follows; or it ends the function
             return trace
         sys.settrace(before)
         frame.f_trace = before_here
+        # A function that ends with an error has a return event, too: its last instruction tells,
+        # and an error that is raised here would replace its error.
         operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
         if event == "line" or operation.startswith("RETURN"):
             raise error
         return None
 
-    frame.f_trace = trace
+    frame.f_trace = trace  # for a frame that runs already; without the next line it has no effect
     sys.settrace(trace)
 
 

@@ -74,7 +74,7 @@ class Decision:
     def error(
         self, operation: str, phase: str, *, seconds: float, rank: int, size: int
     ) -> ReloadpgError:
-        """Build the error that ``rank`` raises for a decision that ends the operation. Pure."""
+        """Build the error that ``rank`` raises for a decision that ends the operation."""
         if self.kind == "disagree":
             recovers = operation == "recover"
             without = "Every group is without a communicator."
@@ -112,16 +112,16 @@ class Decision:
                 f"{self.silence(rank)}\nSee reloadpg.status(); {self._remedy(operation)}.",
                 rank=self.rank,
                 phase=phase,
-                missing=(*self.dead, *(one for one in self.silent if one != rank)),
+                missing=(*self.dead, *(other for other in self.silent if other != rank)),
             )
         return self._timeout(operation, phase, seconds, rank, size)
 
     def silence(self, rank: int) -> str:
         """Return the text that names dead and unresponsive ranks; empty if there are none."""
         text = ""
-        if dead := [one for one in self.dead if one != self.rank]:
+        if dead := [other for other in self.dead if other != self.rank]:
             text += f"\nThe process of {named_ranks(dead)} has ended."
-        if others := [one for one in self.silent if one != rank]:
+        if others := [other for other in self.silent if other != rank]:
             text += (
                 f"\nNo response since then from {named_ranks(others)}: ended, unreachable, or "
                 "still in a callback or collective."
@@ -191,7 +191,7 @@ class Decision:
 def store_silent(
     operation: str, phase: str, *, seconds: float, rank: int, size: int
 ) -> RendezvousTimeoutError:
-    """Build the error for a store that did not respond. Pure."""
+    """Build the error for a store that did not respond."""
     unknown = tuple(other for other in range(size) if other != rank)
     return RendezvousTimeoutError(
         f"{operation}: rank {rank} waited {seconds:g} s in phase {phase!r}, and the rendezvous "
@@ -206,7 +206,7 @@ def store_silent(
 
 
 def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
-    """Build the error for a store that has ended. Pure."""
+    """Build the error for a store that has ended."""
     return ReloadpgError(
         f"{operation}, phase {phase!r}: the rendezvous store is lost: {cause}. Its server, usually "
         "in rank 0's process or the launcher's agent, has ended. Restart the job."

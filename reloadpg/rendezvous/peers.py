@@ -72,8 +72,8 @@ class Peers:
         for pidfd in pidfds.values():
             poll.register(pidfd, select.POLLIN)
         ended = {pidfd for pidfd, event in poll.poll(0) if event & select.POLLIN}
-        found = {rank for rank, pidfd in pidfds.items() if pidfd in ended}
-        return tuple(sorted(found | self._ended))
+        dead = {rank for rank, pidfd in pidfds.items() if pidfd in ended}
+        return tuple(sorted(dead | self._ended))
 
     def forget(self) -> None:
         """Stop watching all processes. Local."""

@@ -79,10 +79,10 @@ class Plan:
         return max([int(self.state.get(GENERATION, 0)), *(g.generation for g in self.groups)])
 
     def without_state(self) -> Plan:
-        """Return the plan without what failures can leave different between the ranks. Pure."""
+        """Return the plan without what failures can leave different between the ranks."""
         groups = tuple(
-            replace(one, generation=0, strategy="" if one.strategy != SHUT_DOWN else SHUT_DOWN)
-            for one in self.groups
+            replace(group, generation=0, strategy="" if group.strategy != SHUT_DOWN else SHUT_DOWN)
+            for group in self.groups
         )
         return replace(self, groups=groups, state={})
 
@@ -124,8 +124,8 @@ class Plan:
 
 
 def _digest(text: str, bits: int) -> int:
-    found = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
-    return found >> (40 - bits)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+    return digest >> (40 - bits)
 
 
 def _share(digest: int, members: Sequence[int], rank: int) -> int:
@@ -133,7 +133,7 @@ def _share(digest: int, members: Sequence[int], rank: int) -> int:
 
 
 def differences(plans: Mapping[int, Plan]) -> str:
-    """Say in what the plans differ, on which ranks, and what to do. Pure.
+    """Say in what the plans differ, on which ranks, and what to do.
 
     The operations are compared first, then all options and the state, then the groups.
 
@@ -146,21 +146,21 @@ def differences(plans: Mapping[int, Plan]) -> str:
 def _differences(plans: Mapping[int, Plan]) -> list[str]:
     if text := _values({rank: f"{plan.operation}()" for rank, plan in plans.items()}):
         return [text, "call the same operation on all ranks"]
-    found = _settings({rank: plan.options for rank, plan in plans.items()})
-    if found:
-        return [*found, "give install() the same options on all ranks"]
-    found = _settings({rank: plan.settings for rank, plan in plans.items()})
-    if not found:
-        found = _settings({rank: plan.state for rank, plan in plans.items()})
-        found += ["reload() on all ranks rebuilds their groups"] if found else []
-    found = found or _groups(plans)
-    if len(found) > 3:
-        found[3:] = [f"{len(found) - 3} more groups differ"]
-    return found
+    texts = _settings({rank: plan.options for rank, plan in plans.items()})
+    if texts:
+        return [*texts, "give install() the same options on all ranks"]
+    texts = _settings({rank: plan.settings for rank, plan in plans.items()})
+    if not texts:
+        texts = _settings({rank: plan.state for rank, plan in plans.items()})
+        texts += ["reload() on all ranks rebuilds their groups"] if texts else []
+    texts = texts or _groups(plans)
+    if len(texts) > 3:
+        texts[3:] = [f"{len(texts) - 3} more groups differ"]
+    return texts
 
 
 def reconciled(plans: Mapping[int, Plan]) -> int:
-    """Return the generation with which the ranks rebuild all groups of a reload. Pure.
+    """Return the generation with which the ranks rebuild all groups of a reload.
 
     Positive if the plans are those of a reload and differ in the state alone, which a reload
     replaces; otherwise 0.
@@ -196,21 +196,21 @@ def _groups(plans: Mapping[int, Plan]) -> list[str]:
     for rank in sorted(plans):
         for group in plans[rank].groups:
             holders.setdefault((group.name, group.members[0]), {})[rank] = group
-    found = []
+    texts = []
     for held in holders.values():
         group = next(iter(held.values()))
-        details = {one.detail for one in held.values()} - {""}
+        details = {plan.detail for plan in held.values()} - {""}
         shown = f"group {group.name!r}" + (f" ({group.detail})" if len(details) == 1 else "")
         lacking = [rank for rank in group.members if rank in plans and rank not in held]
         if lacking:
-            found.append(
+            texts.append(
                 f"{shown} of {named_ranks(group.members)} exists on "
                 f"{named_ranks(held)} and not on {named_ranks(lacking)} (destroyed there, in "
                 "another set, or created before install)"
             )
         elif text := _one_group(held):
-            found.append(f"{shown}: {text}")
-    return found
+            texts.append(f"{shown}: {text}")
+    return texts
 
 
 def _one_group(held: Mapping[int, GroupPlan]) -> str:

@@ -6,9 +6,15 @@ event from its caller. :class:`~.round.Rendezvous` performs the commands on a st
 ``tests/helpers/explorer.py`` performs them on a dictionary, in every order.
 
 A rank has at most one outstanding command. ``State.at`` is the function that handles its reply, and
-``State.asked`` its number. A reply to an earlier, abandoned command changes nothing. The table has
-these functions, in the order in which an event passes them; those in brackets may be skipped.
-``sent`` handles the replies to commands whose values do not matter.
+``State.command_number`` its number. A reply to an earlier, abandoned command changes nothing.
+
+The name says what a function handles: ``_on_fail`` the event ``Fail``; a participle, such as
+``_counted``, the reply to a command, such as that of ``_count``. After a read of a key it ends in
+``_read``, after a search for ranks without a key in ``_found``. An imperative names other functions
+that return a step, and a gerund those that only change the state.
+
+The table has the functions that handle replies, in the order in which an event passes them; those
+in brackets may be skipped. ``sent`` handles the replies to commands whose values do not matter.
 
 =========  =====================================================================================
 event      actions of the rank, and the replies that it handles
@@ -23,16 +29,16 @@ Poll       reads the decision before it has arrived, as in a long wait
 Decide     writes a decision other than ``ok``, because its own work reached the timeout, another
            rank's process has ended, or this process cannot take part: decided
 Close      ends the operation after such a decision: responds (sent, answered), waits until all
-           ranks have responded (roll_read, roll_paused), or finds out which have not (absent_read,
-           stuck_read, doing_read, plans_read) and writes the result (called), and leaves (sent,
-           readers_found, leave_paused)
+           ranks have responded (roll_read, roll_paused), or finds out which have not (absent_found,
+           stuck_found, doing_read, plans_read) and writes the result (roll_written), and leaves
+           (sent, readers_found, leave_paused)
 Fail       writes ``failed`` at the first undecided barrier: decided; an interrupt of a step is also
            written where recoveries read it: sent, decided, pending_read; one that joins a recovery,
            or has passed the last barrier, is only written there: sent, pending_read
 Next       moves to the operation that the other ranks have begun: next_read, epoch_read,
            next_paused
 Recover    requests a recovery, or joins the requested one: recovery_read, requested_read,
-           (recovery_ended or) entered_read; writes a report (sent), reads whether a rank was
+           (end_read or) entered_read; writes a report (sent), reads whether a rank was
            interrupted (cancelled_read), takes that back if it was this one (sent), and begins a new
            epoch. If a recovery has ended without this rank, the rank joins it only if another rank
            failed in it, and fails as well. Otherwise it requests the next recovery. With
@@ -253,7 +259,7 @@ class State(NamedTuple):
     published: bool = False  # whether this process is in the list of its host for this epoch
     watches: bool = False  # whether it watches the processes of that complete list
     at: Handler | None = None  # handles the reply to the outstanding command, if there is one
-    asked: int = 0  # the number of that command
+    command_number: int = 0  # the number of that command
     lost: bool = False  # whether the store has failed this operation
     strayed: bool = False  # whether it may count the operations differently from other ranks
     arrived: bool = False  # whether this rank may have been counted at the next barrier
@@ -319,7 +325,7 @@ class State(NamedTuple):
 
     def owning(self, key: str) -> State:
         """Record a key that this rank creates outside the protocol, to be deleted like others."""
-        return self._replace(owned=_merged(self.owned, (key,)))
+        return self._replace(owned=_union(self.owned, (key,)))
 
     def key(self, *parts: object) -> str:
         """A key of the next barrier."""
@@ -357,14 +363,14 @@ def base(instance: int) -> str:
 def step(state: State, event: Event) -> Step:
     """Return the next state, and the command to send, if any. Pure."""
     if isinstance(event, Reply):
-        if event.number != state.asked or state.at is None:
+        if event.number != state.command_number or state.at is None:
             return state, None  # a late reply to an abandoned command
         return state.at(state, event.value)
     return EVENTS[type(event)](state, event)
 
 
 def _ask(state: State, at: Handler, command: Command) -> Step:
-    return state._replace(at=at, asked=state.asked + 1), command
+    return state._replace(at=at, command_number=state.command_number + 1), command
 
 
 def _idle(state: State) -> Step:
@@ -375,8 +381,8 @@ def _send(state: State, commands: tuple[Command, ...], then: Then) -> Step:
     """Send commands, then continue. This rank owns the keys that they write."""
     if not commands:
         return then(state)
-    made = tuple(one.key for one in commands if isinstance(one, Set) and not one.stays)
-    state = state._replace(owned=_merged(state.owned, made), todo=commands, then=then)
+    written = tuple(c.key for c in commands if isinstance(c, Set) and not c.stays)
+    state = state._replace(owned=_union(state.owned, written), todo=commands, then=then)
     return _ask(state, _sent, commands[0])
 
 
@@ -384,11 +390,11 @@ def _sent(state: State, value: Any) -> Step:
     command, *left = state.todo
     state = state._replace(todo=tuple(left))
     if isinstance(command, Swap) and value == command.value:
-        state = _own(state, command.key, value)
+        state = _owning(state, command.key, value)
     return _ask(state, _sent, left[0]) if left else (state.then or _idle)(state)
 
 
-def _own(state: State, key: str, text: str) -> State:
+def _owning(state: State, key: str, text: str) -> State:
     """Record a key that this rank has created, and the keys that belong to it."""
     keys = [key]
     stem, _, name = key.rpartition("/")
@@ -399,18 +405,18 @@ def _own(state: State, key: str, text: str) -> State:
             keys.append(f"{stem}/notes")
         if decision.kind not in ("ok", "recover"):
             keys += [f"{stem}/{more}" for more in ("answers", "roll")]
-    new = tuple(one for one in keys if one not in state.spent)
-    return state._replace(owned=_merged(state.owned, new))
+    new = tuple(own for own in keys if own not in state.spent)
+    return state._replace(owned=_union(state.owned, new))
 
 
-def _merged(keys: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+def _union(keys: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
     return keys + tuple(key for key in more if key not in keys)
 
 
 # -- the job ------------------------------------------------------------------------------------
 
 
-def _join(state: State, _: Join) -> Step:
+def _on_join(state: State, _: Join) -> Step:
     return _ask(state, _job_counted, Add(f"reloadpg/instance/{state.rank}", 1))
 
 
@@ -422,15 +428,15 @@ def _instance_read(state: State, text: str | None) -> Step:
     highest, mine = int(text or 0), state.instance
     if highest < mine:
         return _ask(state, _instance_read, Swap("reloadpg/instance", text or "", str(mine)))
-    state, todo = _moved(state, highest)
+    state, todo = _moving(state, highest)
     return _send(state, todo, _idle)
 
 
-def _moved(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
+def _moving(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
     """Move to a job that another rank has counted, and leave this rank's mark there."""
     behind = instance - state.instance
     todo: tuple[Command, ...] = ()
-    if behind:
+    if behind:  # the counter of this rank's jobs, from which its next job continues
         todo += (Add(f"reloadpg/instance/{state.rank}", behind),)
     if state.mark:
         todo += (Set(f"{base(instance)}/process/{state.rank}", state.mark, stays=True),)
@@ -443,11 +449,11 @@ def _moved(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
 # -- arrival ------------------------------------------------------------------------------------
 
 
-def _arrive(state: State, event: Arrive) -> Step:
+def _on_arrive(state: State, event: Arrive) -> Step:
     commands: list[Command] = []
-    for one in event.proposals:
-        key = state.key("proposal", one.subject)
-        commands.append(Swap(key, "", one.text) if one.yields else Set(key, one.text))
+    for subject, text, yields in event.proposals:
+        key = state.key("proposal", subject)
+        commands.append(Swap(key, "", text) if yields else Set(key, text))
     notes = bool(event.proposals) + event.extends * EXTENDS
     if notes:
         commands.append(Add(state.key("notes"), notes))
@@ -472,6 +478,7 @@ def _counted(state: State, total: int) -> Step:
         return _ask(state, _woken, Await(state.key("decision"), not state.confirmed))
     if not state.arriving.plan:
         return _decide(state, Decision("ok"))
+    # Above the count is the sum of all shares, which is zero exactly if all plans agree.
     if total >> bits != 0:
         return _decide(state, Decision("disagree"))
     return _ask(state, _notes_read, Read(state.key("notes")))
@@ -492,7 +499,7 @@ def _swap(state: State) -> Step:
 
 def _decided(state: State, text: str) -> Step:
     if text == state.text:
-        state = _own(state, state.key("decision"), text)
+        state = _owning(state, state.key("decision"), text)
     return _act(state, text)
 
 
@@ -501,7 +508,7 @@ def _act(state: State, text: str) -> Step:
     state, decision = state._replace(text=text), Decision.from_json(text)
     if decision.ok:
         deletes = tuple(Delete(key) for key in state.spent)
-        return _send(_passed(state, decision), deletes, _meet)
+        return _send(_passing(state, decision), deletes, _meet)
     ended = decision.kind == "recover"  # the rank that requests it answers nothing here
     state = state._replace(decision=decision, noted=replace(decision, by=-1), ended=ended)
     return _see_pending(state) if isinstance(state.event, Fail) else _idle(state)
@@ -528,7 +535,7 @@ def _continue(state: State) -> Step:
     return _decide(state, state.event.decision) if state.phases else _see_pending(state)
 
 
-def _passed(state: State, decision: Decision) -> State:
+def _passing(state: State, decision: Decision) -> State:
     spent = state.owned
     state = state._fresh(_left_after(state, decision))
     return state._replace(passed=decision, confirmed=True, spent=spent, owned=(), strayed=False)
@@ -547,7 +554,7 @@ def _read(state: State) -> Step:
     return _ask(state, _decision_read, Read(state.key("decision")))
 
 
-def _poll(state: State, event: Poll) -> Step:
+def _on_poll(state: State, event: Poll) -> Step:
     return _read(state._replace(news=event.news))
 
 
@@ -591,12 +598,12 @@ def _newer_read(state: State, text: str | None) -> Step:
     if instance <= state.instance:
         return _pause(state)
     left = (state.key("count"), state.key("notes"), state.host_key)
-    state, todo = _moved(state, instance)
+    state, todo = _moving(state, instance)
     return _send(state, (*todo, *(Delete(key) for key in left)), _arrive_again)
 
 
 def _arrive_again(state: State) -> Step:
-    return _arrive(state, state.arriving)
+    return _on_arrive(state, state.arriving)
 
 
 def _pause(state: State) -> Step:
@@ -621,7 +628,7 @@ def _paused(state: State, is_left: bool) -> Step:
     return _read(state)
 
 
-def _write(state: State, event: Decide) -> Step:
+def _on_decide(state: State, event: Decide) -> Step:
     if not state.phases:  # all ranks had arrived at the last barrier, whose decision was read
         return _idle(state)
     return _decide(state, event.decision)
@@ -630,7 +637,7 @@ def _write(state: State, event: Decide) -> Step:
 # -- the end of an operation --------------------------------------------------------------------
 
 
-def _close(state: State, event: Close) -> Step:
+def _on_close(state: State, event: Close) -> Step:
     decision = state.decision
     text = state.arriving.plan if decision.kind == "disagree" else event.doing
     answer: tuple[Command, ...] = (Set(state.key("answer", state.rank), text),)
@@ -643,12 +650,12 @@ def _close(state: State, event: Close) -> Step:
 
 
 def _count_answer(state: State) -> Step:
-    amount = int(not state.answered)
+    amount = int(not state.answered)  # an interrupted rank may come here a second time
     return _ask(state._replace(answered=True), _answered, Add(state.key("answers"), amount))
 
 
 def _answered(state: State, count: int) -> Step:
-    if count >= state.size - len(state.decision.dead):
+    if count >= state.size - len(state.decision.dead):  # the last that can respond
         return _collect(state)
     return _read_roll(state) if state.event.waits else _leave(state)
 
@@ -659,7 +666,7 @@ def _read_roll(state: State) -> Step:
 
 def _roll_read(state: State, text: str | None) -> Step:
     if text is not None:
-        return _called(state, text)
+        return _roll_written(state, text)
     return _ask(state, _roll_paused, Pause(restart=False))
 
 
@@ -668,21 +675,21 @@ def _roll_paused(state: State, is_left: bool) -> Step:
 
 
 def _collect(state: State) -> Step:
-    return _ask(state, _absent_read, Absent(state.key("answer"), state.members))
+    return _ask(state, _absent_found, Absent(state.key("answer"), state.members))
 
 
-def _absent_read(state: State, missing: tuple[int, ...]) -> Step:
+def _absent_found(state: State, missing: tuple[int, ...]) -> Step:
     missing = tuple(rank for rank in missing if rank not in state.decision.dead)
     state = state._replace(missing=missing)
     present = tuple(rank for rank in state.members if rank not in missing)
     if state.decision.kind == "timeout":
-        return _ask(state, _stuck_read, Absent(state.key("arrived"), present))
+        return _ask(state, _stuck_found, Absent(state.key("arrived"), present))
     if state.decision.kind == "disagree":
         return _ask(state, _plans_read, ReadAll(state.key("answer"), present))
     return _write_roll(state, replace(state.decision, silent=missing))
 
 
-def _stuck_read(state: State, stuck: tuple[int, ...]) -> Step:
+def _stuck_found(state: State, stuck: tuple[int, ...]) -> Step:
     decision = replace(state.decision, missing=state.missing, stuck=stuck)
     if not stuck:
         return _write_roll(state, decision)
@@ -695,18 +702,18 @@ def _doing_read(state: State, text: str | None) -> Step:
 
 def _plans_read(state: State, plans: tuple[str, ...]) -> Step:
     present = [rank for rank in state.members if rank not in state.missing]
-    found = {rank: Plan.from_json(text) for rank, text in zip(present, plans, strict=True)}
+    by_rank = {rank: Plan.from_json(text) for rank, text in zip(present, plans, strict=True)}
     text, generation = "a rank ended before it could report the difference", 0
     if not state.missing:
-        text, generation = differences(found), reconciled(found)
+        text, generation = differences(by_rank), reconciled(by_rank)
     return _write_roll(state, replace(state.decision, text=text, generation=generation))
 
 
 def _write_roll(state: State, decision: Decision) -> Step:
-    return _ask(state, _called, Swap(state.key("roll"), "", decision.to_json()))
+    return _ask(state, _roll_written, Swap(state.key("roll"), "", decision.to_json()))
 
 
-def _called(state: State, text: str) -> Step:
+def _roll_written(state: State, text: str) -> Step:
     """Act on the result of the roll call, as stored."""
     return _leave(state._replace(decision=Decision.from_json(text)))
 
@@ -748,7 +755,7 @@ def _end(state: State) -> Step:
 # -- failures of this rank ----------------------------------------------------------------------
 
 
-def _fail(state: State, event: Fail) -> Step:
+def _on_fail(state: State, event: Fail) -> Step:
     state = state._replace(event=event, text=event.decision.to_json())
     notes: tuple[Command, ...] = ()
     if event.decision.kind == "cancelled":
@@ -767,14 +774,14 @@ def _pending_read(state: State, text: str | None) -> Step:
     number = int(text or 0)
     if number <= state.epoch:
         return _idle(state)
-    return _send(state, (_cancel(state, number, state.event.decision.to_json()),), _idle)
+    return _send(state, (_cancellation(state, number, state.event.decision.to_json()),), _idle)
 
 
-def _cancel(state: State, number: int, text: str) -> Command:
+def _cancellation(state: State, number: int, text: str) -> Command:
     return Swap(state.key_of(number, 0, ENTER, "decision"), "", text)
 
 
-def _next(state: State, event: Next) -> Step:
+def _on_next(state: State, event: Next) -> Step:
     key = state.key_of(state.epoch, state.sequence + 1, event.phases[0], "count")
     return _ask(state._replace(event=event), _next_read, Read(key))
 
@@ -792,13 +799,13 @@ def _epoch_read(state: State, text: str | None) -> Step:
 
 
 def _next_paused(state: State, is_left: bool) -> Step:
-    return _next(state, state.event) if is_left else _idle(state)
+    return _on_next(state, state.event) if is_left else _idle(state)
 
 
 # -- recovery -----------------------------------------------------------------------------------
 
 
-def _recover(state: State, event: Recover) -> Step:
+def _on_recover(state: State, event: Recover) -> Step:
     state = state._replace(event=event, joins=True, strayed=True)
     return _ask(state, _recovery_read, Read(state.of_recovery()))
 
@@ -821,11 +828,11 @@ def _requested_read(state: State, text: str | None) -> Step:
     if text is None or Decision.from_json(text).aligns == state.event.aligns:
         return _ask(state, _entered_read, Read(key))
     if state.event.aligns and not state.event.insists:
-        return _ask(state, _recovery_ended, Read(key))
+        return _ask(state, _end_read, Read(key))
     return _bump(state, str(state.joining))
 
 
-def _recovery_ended(state: State, text: str | None) -> Step:
+def _end_read(state: State, text: str | None) -> Step:
     if text is not None:
         return _bump(state, str(state.joining))
     return _idle(state._replace(joins=False, strayed=False))
@@ -873,7 +880,7 @@ def _cancelled_read(state: State, text: str | None) -> Step:
     # A rank was interrupted in the epoch that ends, and will not take part. Each rank writes
     # another value, so that it knows whether the stored one is its own.
     text = replace(cancelled, by=state.rank).to_json()
-    return _send(state, (_cancel(state, state.joining, text),), _begin_epoch)
+    return _send(state, (_cancellation(state, state.joining, text),), _begin_epoch)
 
 
 def _begin_epoch(state: State) -> Step:
@@ -883,18 +890,18 @@ def _begin_epoch(state: State) -> Step:
     return _idle(state._replace(passed=UNDECIDED, noted=UNDECIDED))
 
 
-def _lost(state: State, _: Lost) -> Step:
+def _on_lost(state: State, _: Lost) -> Step:
     return _idle(state._replace(lost=True, strayed=state.strayed or bool(state.phases)))
 
 
 EVENTS: dict[type[Any], Callable[[State, Any], Step]] = {
-    Join: _join,
-    Arrive: _arrive,
-    Poll: _poll,
-    Decide: _write,
-    Close: _close,
-    Fail: _fail,
-    Next: _next,
-    Recover: _recover,
-    Lost: _lost,
+    Join: _on_join,
+    Arrive: _on_arrive,
+    Poll: _on_poll,
+    Decide: _on_decide,
+    Close: _on_close,
+    Fail: _on_fail,
+    Next: _on_next,
+    Recover: _on_recover,
+    Lost: _on_lost,
 }

@@ -21,22 +21,10 @@ from ..errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from ..settings import GRACE
 from .decision import Decision
 from .plan import Plan, Proposal
-from .protocol import (
-    ENTER,
-    Arrive,
-    Close,
-    Decide,
-    Fail,
-    Next,
-    Poll,
-    Recover,
-    State,
-)
+from .protocol import ENTER, Arrive, Close, Decide, Fail, Next, Poll, Recover, State
 from .session import NOTIFY_S, Session, run_hooks, text_of
-from .store_client import (
-    read,
-)
-from .worker_thread import Attempt, Task, Wait, logger, wait_seconds
+from .store_client import read
+from .worker_thread import Attempt, Task, Wait, wait_seconds
 
 T = TypeVar("T")
 
@@ -144,8 +132,8 @@ class Round:
 
         def look_up(store: Store) -> dict[str, str]:
             stem = f"{self._epoch}.{self.sequence}/{phase}/proposal"
-            found = {subject: read(store, f"{stem}/{subject}") for subject in subjects}
-            return {subject: text for subject, text in found.items() if text is not None}
+            texts = {subject: read(store, f"{stem}/{subject}") for subject in subjects}
+            return {subject: text for subject, text in texts.items() if text is not None}
 
         return rendezvous.ask(look_up, Wait(self.operation, self.seconds, phase))
 
@@ -212,6 +200,7 @@ class Round:
             # Most work ends immediately, without a request to the store.
             pause, seen, reported = min(0.2, self.seconds), self._advanced, self._advanced
             while True:
+                # The process may have been stopped in this pause: that time does not count.
                 with wait.pause(pause) as seconds:
                     done = _all_ended(tasks, seconds)
                 if done:
@@ -220,28 +209,31 @@ class Round:
                 if self._advanced != seen:
                     seen = self._advanced
                     wait.extend()
-                if rendezvous.peers.dead():
+                if rendezvous.peers.dead():  # the work may wait for them until a long timeout
                     self._decide(rendezvous.death(), phase, doing())
                 if not rendezvous.alone:
                     rendezvous.drive(Poll(seen - reported), wait)
                     reported = seen
+                    # A new epoch for an operation ends no work: `agree` joins it at the barrier.
                     if self._state.decision.kind and not self._state.decision.aligns:
                         self._conclude(phase, doing())
                 wait.log(doing)
+                # Progress since the last look restarts the timeout in the next pass.
                 if wait.left == 0 and self._advanced == seen:
                     self._decide(Decision("timeout", rendezvous.rank), phase, doing())
         finally:
             if done:
                 self._work = None
-            self._abandon()
+            self._abandon()  # after an error of a thread, of a peer, or of a signal handler
 
     def _abandon(self) -> None:
         """Abandon the work, if it has not ended. Idempotent; an interrupt may end it anywhere."""
         if self._work is not None:
             attempt, tasks = self._work
             attempt.abandon()
-            running = [one for one in enumerate(tasks) if not one[1].ended]
-            self.unfinished += [one for one in running if one not in self.unfinished]
+            # No thread changes a group from here on: a result is committed within the attempt.
+            running = [(index, task) for index, task in enumerate(tasks) if not task.ended]
+            self.unfinished += [entry for entry in running if entry not in self.unfinished]
             self._work = None
 
     def advance(self) -> None:
@@ -281,9 +273,9 @@ class Round:
         try:
             seconds = max(NOTIFY_S, self._rendezvous.grace_s)
             self._rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
+            # Only such an error has a message to which the silent ranks can be appended.
             self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
-            logger.warning("could not notify the other ranks of a failure: %s", lost)
             _append(error, f"\nThe other ranks could not be notified: {lost}")
             return
         decision = self._state.decision
@@ -299,6 +291,7 @@ class Round:
         return (state.epoch, state.sequence) == (self._epoch, self.sequence)
 
     def _decide(self, decision: Decision, phase: str, doing: str) -> None:
+        # A separate deadline: that of the work may have passed. The first decision written counts.
         self._rendezvous.drive(Decide(decision), Wait(self.operation, wait_seconds(GRACE), phase))
         self._conclude(phase, doing)
 
@@ -434,6 +427,7 @@ def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:
         left = end - time.monotonic()
         if left <= 0:
             return False
+        # Any of several threads may fail first, and its error must not wait for the others.
         running[0].wait(left if len(tasks) == 1 else min(left, 0.01))
 
 

@@ -203,12 +203,12 @@ class Session:
 
     def _count(self, root: Store, mine: threading.Event) -> None:
         # A separate state machine, since an operation may begin while this runs.
-        state, wait = self.state._replace(asked=0), Wait("join", _COUNT_S)
+        state, wait = self.state._replace(command_number=0), Wait("join", _COUNT_S)
         state, command = step(state, Join())
         # A thread that was abandoned here would publish this process again.
         while command is not None and self._joining is mine:
             reply = execute(root, command, wait, self.pause_s, self.peers)
-            state, command = step(state, Reply(state.asked, reply))
+            state, command = step(state, Reply(state.command_number, reply))
         with self._stepping:
             if not self.state.instance and self._joining is mine:
                 self.state = self.state._replace(instance=state.instance, published=state.published)
@@ -335,24 +335,29 @@ class Session:
         pause_s = self.pause_s / 5 if closes else self.pause_s
         detail = None if closes else self._missing
 
+        # Runs in a thread, which is abandoned if the store does not respond. What it still receives
+        # changes nothing: each reply carries the number of its command, and the state has moved on.
         def execute_all(root: Store) -> None:
             number, command = self._step(event)
             hooks = barrier_hooks if isinstance(event, Arrive) else ()
             while command is not None:
-                if hooks and self.state.is_waiting:
+                if hooks and self.state.is_waiting:  # once: a long wait polls
                     run_hooks("waiting", wait.operation, wait.phase, self.rank)
                     hooks = ()
                 reply = execute(root, command, wait, pause_s, self.peers, detail)
                 number, command = self._step(Reply(number, reply))
 
+        # Only a barrier waits for other ranks without a limit below the timeout; `run` checks them
+        # between its polls.
         died = self.peers.dead if isinstance(event, Arrive) else None
         try:
             with self._errors(wait):
                 self._client.ask(execute_all, wait, died)
-        except PeerDied:
+        except PeerDied:  # over a new connection: the abandoned request may hold the other one
             seconds = wait_seconds(GRACE)
             return self.drive(Decide(self.death()), Wait(wait.operation, seconds, wait.phase))
         except ReloadpgError:
+            # It is unknown whether the last command took effect: this rank may have been counted.
             self._step(Lost())
             raise
         return self.state
@@ -366,7 +371,7 @@ class Session:
     def _step(self, event: Event) -> tuple[int, Command | None]:
         with self._stepping:
             self.state, command = step(self.state, event)
-            return self.state.asked, command
+            return self.state.command_number, command
 
     def _missing(self, root: Store) -> str:
         """Name the missing ranks, for the log of a long wait. Empty on most ranks of a large job.

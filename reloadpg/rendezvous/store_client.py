@@ -78,13 +78,13 @@ def absent(store: Store, stem: str, ranks: Sequence[int], most: int | None = Non
     if len(ranks) == 1:
         return list(ranks)
     half = len(ranks) // 2
-    found = absent(store, stem, ranks[:half], most)
+    missing = absent(store, stem, ranks[:half], most)
     if most is None:
-        return found + absent(store, stem, ranks[half:])
+        return missing + absent(store, stem, ranks[half:])
     return (
-        found
-        if len(found) >= most
-        else found + absent(store, stem, ranks[half:], most - len(found))
+        missing
+        if len(missing) >= most
+        else missing + absent(store, stem, ranks[half:], most - len(missing))
     )
 
 
@@ -212,13 +212,13 @@ class StoreClient:
             _await(connection, wait, died)
             task = Task(partial(question, connection.result()), "store", spare=self._spare)
             _await(task, wait, died)
-            found = task.result()
+            result = task.result()
         except (PeerDied, ReloadpgError):  # the latter: no thread could be started
             raise
         except RuntimeError as error:
             raise StoreLost(str(error)) from error
         self._connection = connection
-        return found
+        return result
 
 
 def _await(task: Task[Any], wait: Wait, died: Callable[[], object] | None) -> None:
@@ -259,7 +259,7 @@ class StorePool:
 
     @staticmethod
     def clients_of_a_rank(size: int) -> int:
-        """Maximum number of clients per rank in a job of ``size`` ranks; at least 1. Pure."""
+        """Maximum number of clients per rank in a job of ``size`` ranks; at least 1."""
         return max(1, _POOLED // size)
 
     def get(self, index: int) -> Store:

@@ -347,7 +347,7 @@ class SimulatedProcessGroup(ProcessGroup):
         return self._store
 
     def _get_backend(self, device: torch.device) -> Any:
-        if torch.device(device).type not in DEVICES:
+        if torch.device(device).type not in {torch.device(name).type for name in DEVICES}:
             raise RuntimeError(
                 f"No backend type associated with device type {torch.device(device).type}"
             )

@@ -1,6 +1,7 @@
 """The command line as a whole."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from rank_files import write_rank
 
 import reloadpg
 from reloadpg.__main__ import main
+from reloadpg.cli import parser
 from reloadpg.cli.console import follow_lines
 
 
@@ -34,15 +36,39 @@ def without(*modules, arguments):
 def test_help_lists_all_commands_without_importing_torch(capsys):
     process = without("torch", "wrapt", "rich", arguments=["--help"])
     assert process.returncode == 0, process.stderr
-    for command in ("demo", "doctor", "status", "explain", "bench"):
-        assert f"    {command} " in process.stdout
+    _, commands = parser()
+    assert len(commands) == 9
+    for command in commands:
+        assert re.search(rf"^    {command}\s", process.stdout, re.MULTILINE)
         with pytest.raises(SystemExit) as end:
             main([command, "--help"])
         assert end.value.code == 0
-        assert command in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert command in said
+        assert re.search(rf"^Example: .*reloadpg {command}\b", said, re.MULTILINE), said
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"reloadpg {reloadpg.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["st"], ["status", "standins"]),
+        (["explain", "--w"], ["--world-size"]),
+        (["standins", "r"], ["run"]),
+        (["status", "job"], []),
+    ],
+)
+def test_a_shell_completes_commands_and_options(words, found, capsys):
+    """In bash itself; for the rest it completes files."""
+    assert main(["completion", "bash"]) == 0
+    given = f"COMP_WORDS=(reloadpg {' '.join(map(repr, words))}) COMP_CWORD={len(words)}"
+    script = f'{capsys.readouterr().out}\n{given}\n_reloadpg\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    shown = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert shown.stdout.split() == found
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from cli_process import LIMIT, called, command, decoded
 
 import reloadpg
+from reloadpg.cli import explain as explain_page
 from reloadpg.cli import main
 from reloadpg.cli.explain import explain
 from reloadpg.testing import run_ranks
@@ -106,6 +107,17 @@ Broken()()
 """
 
 
+def test_the_creator_fits_into_eighty_columns():
+    """Also with long descriptions, reasons and names, as of Megatron's groups."""
+    made_by, long = "megatron.core.parallel_state", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+    group = {"name": "2147483647", "desc": long, "ranks": [0, 2, 4, 6], "set": "trainer"}
+    group |= {"backend": "cpu:gloo,cuda:nccl", "made_by": made_by, "destroyed": True}
+    group |= {"reloadable": True, "reason": "cpu:gloo stays"}
+    head, _, row = (line.text for line in explain_page._table([group]))
+    assert "created by" in head[:80]
+    assert f"214748...     4  reloadable (1, 2)  cpu:gloo,cuda:nccl  {made_by[:24]}" in row[:80]
+
+
 def test_nccl_groups_are_explained_without_a_gpu(tmp_path):
     """By the requested backend. The memory estimate leaves out the destroyed group.
 
@@ -116,14 +128,17 @@ def test_nccl_groups_are_explained_without_a_gpu(tmp_path):
     options = ["--world-size", 16, "--rank", 9, "--timeout", LIMIT]
     code, page = called("explain", script, *options)
     lines = [" ".join(line.split()) for line in page.splitlines()]
-    header = lines.index("group desc size reloadpg ranks backend created by")
+    header = lines.index("group size reloadpg backend created by ranks desc")
     assert lines[header + 2 : lines.index("", header)] == [
-        "WORLD 16 reloadable, cpu:gloo stays 0-15 cpu:gloo,cuda:nccl __main__",
-        "1 control 16 bypassed, backend gloo serves no accelerator 0-15 gloo __main__",
-        "2 pair 2 reloadable 8-9 nccl __main__",
-        "3 short 2 reloadable, cpu:gloo stays, destroyed later 8-9 cpu:gloo,cuda:nccl __main__",
-        "4 odd 8 reloadable, cpu:gloo stays 1, 3, ..., 15 cpu:gloo,cuda:nccl __main__",
+        "WORLD 16 reloadable (1) cpu:gloo,cuda:nccl __main__ 0-15",
+        "1 16 bypassed (2) gloo __main__ 0-15 control",
+        "2 2 reloadable nccl __main__ 8-9 pair",
+        "3 2 reloadable (1, 3) cpu:gloo,cuda:nccl __main__ 8-9 short",
+        "4 8 reloadable (1) cpu:gloo,cuda:nccl __main__ 1, 3, ..., 15 odd",
     ]
+    assert "(1) cpu:gloo stays" in lines
+    assert "(2) 1 would not: backend gloo serves no accelerator" in lines
+    assert "(3) destroyed later" in lines
     assert "release about 1.5 to 4.8 GB" in page
     assert "(3 NCCL communicators of 2 or more ranks, if each has been used)" in page
     assert "This is an estimate: 0.5 to 1.6 GB per communicator" in page
@@ -323,13 +338,13 @@ def test_a_cuda_trainer_runs_without_a_gpu(tmp_path):
     lines = [" ".join(line.split()) for line in page.splitlines()]
     standins = torch.version.cuda is not None
     rows = [
-        "64 reloadable 0-63 nccl __main__",
-        "mesh_replicate 8 reloadable 5, 13, ..., 61 nccl __main__",
-        "mesh_shard 8 reloadable 8-15 nccl __main__",
-        "trained 8 reloadable 8-15 nccl __main__",
-        *(["values 8 reloadable 8-15 nccl __main__"] if standins else []),
+        "64 reloadable nccl __main__ 0-63",
+        "8 reloadable nccl __main__ 5, 13, ..., 61 mesh_replicate",
+        "8 reloadable nccl __main__ 8-15 mesh_shard",
+        "8 reloadable nccl __main__ 8-15 trained",
+        *(["8 reloadable nccl __main__ 8-15 values"] if standins else []),
     ]
-    header = lines.index("group desc size reloadpg ranks backend created by")
+    header = lines.index("group size reloadpg backend created by ranks desc")
     table = lines[header + 2 : lines.index("", header)]
     assert [line.partition(" ")[2] for line in table] == rows  # names differ between versions
     assert code == (0 if standins else 1)
@@ -480,6 +495,7 @@ def test_the_memory_estimate_counts_reloadable_nccl_groups():
     assert result["memory"]["communicators"] == 2
     assert result["memory"]["least_bytes"] == 1_000_000_000
     assert result["memory"]["most_bytes"] == 3_200_000_000
+    assert result["memory"]["least_pinned_bytes"] == 960 << 20
     assert result["memory"]["most_pinned_bytes"] == 1440 << 20
     json.dumps(result)
 

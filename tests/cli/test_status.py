@@ -33,9 +33,9 @@ from reloadpg.observability.publish import publish_status
 from reloadpg.rendezvous import peers
 from reloadpg.reports import (
     BypassedGroup,
-    Fault,
     GroupStatus,
     OperationStatus,
+    RankFault,
     Report,
     SetStatus,
     Status,
@@ -239,7 +239,7 @@ def test_a_record_is_read_back_with_its_types():
     written = reports.report(
         memory={"before": {"device": 5}, "after": {"device": 3}},
         moments_ms={"before": 0.5},
-        faults=(Fault(1, "lost", late=("0",), repeats=False),),
+        faults=(RankFault(1, "lost", late=("0",), repeats=False),),
         replaced=(1,),
         warnings=("cannot say",),
     )

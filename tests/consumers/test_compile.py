@@ -102,7 +102,10 @@ class CompiledTests(ConsumerTests):
             assert after == [before] * 3
 
 
+@pytest.mark.slow
 class TestCompiledAotEager(CompiledTests):
+    """The default run compiles single collectives: ``groups/test_compiled_collectives.py``."""
+
     consumer = Consumer(aot_eager_program, 2, groups=2)
 
 

@@ -49,7 +49,7 @@ def test_a_barrier_uses_no_collective(backend: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "group_ranks"),
     [
-        ("gloo", None),
+        pytest.param("gloo", None, marks=pytest.mark.slow),
         ("sim", [1, 2]),
         pytest.param("gloo", [1, 2], marks=pytest.mark.slow),
         pytest.param("sim", None, marks=pytest.mark.slow),

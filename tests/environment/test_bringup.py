@@ -334,6 +334,7 @@ def come_late() -> None:
     assert "rank 1 was taken by 2 processes: on " in late.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
     """Before the groups are connected, and later. The job continues without it."""
@@ -353,7 +354,7 @@ def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
 @pytest.mark.parametrize(
     "absent",
     [
-        pytest.param(2, marks=pytest.mark.ranks(3)),
+        pytest.param(2, marks=[pytest.mark.ranks(3), pytest.mark.slow]),
         pytest.param(2, marks=[pytest.mark.ranks(3, store="rank0"), pytest.mark.slow]),
         pytest.param(0, marks=pytest.mark.ranks(3, store="rank0")),
         pytest.param(0, marks=[pytest.mark.ranks(3), pytest.mark.slow]),
@@ -629,6 +630,7 @@ def test_an_evaluator_that_needs_no_group_creates_none_and_logs_nothing(how: str
     assert records.found == []
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_normally_after_a_store_was_not_reached() -> None:
     """A thread in the store of torch would end it with SIGABRT; no warning of torch is written."""
     with socket.socket() as taken:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 REPORT = str(HERE / "rank_report.py")
+EXAMPLE = str(HERE.parents[1] / "examples" / "bring_up.py")
 
 
 def reports(folder: Path, label: str = "job") -> list[dict[str, Any]]:
@@ -42,15 +43,21 @@ def check(found: list[dict[str, Any]], source: str, world_size: int) -> None:
         [sys.executable],
         [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")],
         ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
+        [*(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu")],
     ],
-    ids=["python", "torchrun", "mpirun"],
+    ids=["python", "torchrun", "mpirun", "accelerate"],
 )
 def test_the_example_of_the_page_runs_under_each_launcher(launcher: list[str]) -> None:
     """As it is; ``srun`` is in the test of a cluster."""
     if launcher[0] == "mpirun" and OPENMPI:
         pytest.skip(OPENMPI)
-    said = launch(*launcher, str(HERE.parents[1] / "examples" / "bring_up.py"))
-    size = 1 if len(launcher) == 1 else 2
+    if "accelerate" in " ".join(launcher):
+        pytest.importorskip("accelerate")
+    check_example(launch(*launcher, EXAMPLE), 2 if {"-n", "--nproc-per-node"} & {*launcher} else 1)
+
+
+def check_example(said: str, size: int) -> None:
+    """Each rank has printed the sum over all."""
     for rank in range(size):
         assert f"rank {rank} of {size} (" in said
     assert said.count(f" on cpu: {size}") == size
@@ -88,6 +95,7 @@ set -e
 PYTHON="{python}"; REPORT="{report}"
 mkdir step shell batch steps pmi exports port
 srun -n 2 "$PYTHON" "$REPORT" "$PWD/step"
+srun -n 2 "$PYTHON" "{example}" >example.out 2>&1
 srun -n 2 --mpi=pmi2 "$PYTHON" "$REPORT" "$PWD/pmi"
 srun -n 2 sh -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS \\
     exec "$0" "$1" "$2"' "$PYTHON" "$REPORT" "$PWD/exports"
@@ -105,7 +113,7 @@ TWO_STEPS = (
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All SLURM runs, in one cluster: starting it costs more than the runs."""
     folder = tmp_path_factory.mktemp("slurm")
-    steps = STEPS.format(python=sys.executable, report=REPORT, two_steps=TWO_STEPS)
+    steps = STEPS.format(python=sys.executable, report=REPORT, example=EXAMPLE, two_steps=TWO_STEPS)
     launch(
         *("unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"),
         *("sh", str(HERE / "slurm_cluster.sh"), str(folder), steps),
@@ -122,6 +130,11 @@ def test_each_task_of_srun_finds_rank_host_and_port(cluster: Path, kind: str) ->
     assert {report["master_addr"] for report in found} == {"localhost"}
     assert len({report["master_port"] for report in found}) == 1
     assert 15000 <= found[0]["master_port"] <= 30000
+
+
+@slurm
+def test_the_example_of_the_page_runs_under_srun(cluster: Path) -> None:
+    check_example((cluster / "example.out").read_text(), 2)
 
 
 @slurm

@@ -1,24 +1,53 @@
 """Every Python block of the README, of docs/ and of an environment docstring is run as printed.
 
 A block without a check below runs on two ranks. A block with a ``__main__`` runs as a script.
-Placeholders for the user's code are in ``stubs``.
+Placeholders for the user's code are in ``stubs``. Commands, and all blocks again, run in an
+environment of their page's own install line: ``.ci/pages``.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import PAGES, ROOT, Block, docstring_blocks, page_blocks, readme_blocks
+from documents import (
+    LANGUAGES,
+    PAGES,
+    README,
+    ROOT,
+    Block,
+    blocks_of,
+    docstring_blocks,
+    indented,
+    page_blocks,
+    readme_blocks,
+)
 from stubs import CYCLES, run_block
 
 from reloadpg.testing import run_ranks
 
 BLOCKS = [*readme_blocks(), *page_blocks(), *docstring_blocks()]
+
+
+def the_uniform_pause(ranks: list[dict[str, Any]]) -> None:
+    """A pause suspends the groups that have a communicator, and they work after the resume."""
+    for rank in ranks:
+        assert rank["used"] == {"default_pg": "suspend", "trainer's": "suspend"}
+        assert (rank["state"], rank["groups"]) == ("live", 2)
+
+
+def the_hook_of_deepspeed(ranks: list[dict[str, Any]]) -> None:
+    """The engine releases what it has gathered before its groups are offloaded."""
+    for rank in ranks:
+        assert [seen[:2] for seen in rank["seen"]] == [
+            ("release", "live"),
+            ("generate", "offloaded"),
+        ]
 
 
 def the_colocated_loop(ranks: list[dict[str, Any]]) -> None:
@@ -114,10 +143,12 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("README.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
     ("docs/index.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
     ("docs/start.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
-    ("docs/fsdp2.md", "with reloadpg.offloaded()"): (2, the_reloaded_mesh),
-    ("docs/checkpoints.md", "with reloadpg.offloaded()"): (2, the_save_during_a_rollout),
+    ("docs/adoption.md", "used = pause()"): (2, the_uniform_pause),
+    ("docs/frameworks.md", "offloaded(engine)"): (2, the_hook_of_deepspeed),
+    ("docs/trainers.md", "fully_shard(model"): (2, the_reloaded_mesh),
+    ("docs/trainers.md", "dcp.async_save("): (2, the_save_during_a_rollout),
     ("docs/recovery.md", "attempts=3"): (2, the_repeated_steps),
-    ("docs/recovery.md", "rejoin()"): (2, the_repeated_steps),
+    ("docs/dead-process.md", "rejoin()"): (2, the_repeated_steps),
     ("docs/recovery.md", "recovery_requested()"): (2, the_repeated_steps),
     ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
@@ -138,7 +169,16 @@ def check_of(block: Block) -> tuple[int, Any] | None:
     return None
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+FRAMEWORKS = pytest.mark.frameworks
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=str(block), marks=[FRAMEWORKS] if block.how else [])
+        for block in BLOCKS
+    ],
+)
 def test_a_block_runs_as_printed(block: Block, tmp_path: Path) -> None:
     """What the page promises holds where the block calls the user's code."""
     if "__main__" in block.code:
@@ -164,10 +204,19 @@ def test_each_check_has_exactly_one_block() -> None:
         assert len(blocks) == 1, (document, words)
 
 
-def test_blocks_are_found_in_all_documents() -> None:
-    """As many as the texts have fences."""
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme_blocks()) == readme.count("```python") >= 1
-    assert len(page_blocks()) == sum(page.read_text().count("```python") for page in PAGES) >= 5
+def test_every_block_is_run_or_says_why_not() -> None:
+    """Each has a language, none is indented, and what another command runs names its file."""
+    blocks = [block for page in [README, *PAGES] for block in blocks_of(page)]
+    assert {page.name: indented(page) for page in [README, *PAGES] if indented(page)} == {}
+    comments = [
+        comment
+        for page in [README, *PAGES]
+        for comment in re.findall(r"^(<!-- .*\n)```", page.read_text(), re.MULTILINE)
+    ]
+    assert len(comments) == sum(bool(block.how) for block in blocks), "one is not of a known form"
+    assert {str(block) for block in blocks if block.language not in LANGUAGES} == set()
+    for block in blocks:
+        if block.how == "run by":
+            assert (ROOT / block.what.rpartition(", ")[2]).is_file(), block
     assert len(docstring_blocks()) >= 3
-    assert all(block.code.strip() for block in BLOCKS)
+    assert all(block.code.strip() for block in blocks)

@@ -41,6 +41,42 @@ def test_quoted_messages_are_those_of_the_library() -> None:
     assert unknown == []
 
 
+PLACEHOLDER = re.compile(r"%(?:\.\d+)?[a-z]")
+
+
+def warnings_of_the_library() -> Iterator[str]:
+    """The text of each call that warns, or logs a warning; an ellipsis for what is filled in."""
+    for path in sorted((ROOT / "reloadpg").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = ast.unparse(node.func)
+            if not name.endswith(".warning") and name not in ("warn", "warnings.warn"):
+                continue
+            text = node.args[0]
+            parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+            said = (one.value if isinstance(one, ast.Constant) else "…" for one in parts)
+            yield PLACEHOLDER.sub("…", "".join(map(str, said)))
+
+
+def test_each_warning_is_explained() -> None:
+    """A part of its text between what is filled in; that of a report has the report's headings."""
+    rows = re.findall(r"^\| `(.+?)` \|", TROUBLESHOOTING.read_text(), re.MULTILINE)
+    headings = re.findall(r"^### .*`(.+)`$", TROUBLESHOOTING.read_text(), re.MULTILINE)
+    parts = [max(one.split("…"), key=len).strip(" :;") for one in (*rows, *headings)]
+    parts = [part for part in parts if len(part) > 10]
+    warned = [one for one in warnings_of_the_library() if re.search(r"\w{3}", one)]
+    assert len(warned) >= 20
+    # One line for all that a report says, and one that begins with the text of a heading.
+    variable = ("reloadpg.…(): …", "…: torch is unchanged, and no group is reloadable")
+    unexplained = [w for w in warned if w not in variable and not any(p in w for p in parts)]
+    assert unexplained == []
+    table = TROUBLESHOOTING.read_text().partition("## Other warnings")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    longest = [max(row.split("…"), key=len).strip(" :;") for row in rows]
+    assert [one for one in longest if not any(one in text for text in warned)] == []
+
+
 def test_each_public_error_is_explained() -> None:
     """By name, on the page or in the table of the README."""
     import reloadpg

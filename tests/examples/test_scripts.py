@@ -83,6 +83,7 @@ def test_the_groups_of_megatron_are_the_same_objects_after_each_reload() -> None
     assert all(one and int(one[1]) > 4 for one in found), lines
 
 
+@pytest.mark.slow
 def test_the_sequence_of_slime_rolls_out_while_the_groups_are_offloaded() -> None:
     """The weight falls in each step."""
     shown = r"step \d: weight (0\.\d{6}), rollout offloaded"
@@ -135,6 +136,7 @@ def colocated_rl(rank: int, world_size: int, path: str, *options: str) -> tuple[
     return output, reloadpg.is_installed()
 
 
+@pytest.mark.slow
 def test_a_copy_of_colocated_rl_prints_the_same_numbers_with_and_without_reloadpg(
     tmp_path: Path,
 ) -> None:

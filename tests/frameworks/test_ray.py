@@ -55,6 +55,7 @@ def check_refused(call: Callable[..., Any], *args: Any, said: str, **options: An
     assert "nothing was" in text.lower()
 
 
+@pytest.mark.slow
 @driver
 def test_actors_are_offloaded_and_reloaded_from_the_driver(variables: dict[str, str]) -> None:
     """One behaviour after the other, in one Ray, since its start takes long."""

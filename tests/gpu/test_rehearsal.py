@@ -83,6 +83,12 @@ def test_the_steps_over_stand_ins(tmp_path: Path) -> None:
     assert steps["recreate, 2 ranks"]["result"]["same_bits"]
     held = steps["recreate, 2 ranks"]["result"]
     assert held["released_bytes"] == held["held_bytes"] == held["reported_bytes"]
+    policies = steps["borrowed"]["result"]
+    assert policies["refuse"] == "refused, nothing was changed"
+    assert policies["warn"] == "recreate, with a warning"
+    assert policies["ignore"] == "recreate"
+    can_suspend = "suspend" if "result" in steps["suspend, 1 rank"] else policies["refuse"]
+    assert policies["suspend"] == can_suspend
     assert "no figures of one" in rest.stdout
 
 

@@ -200,6 +200,37 @@ def test_hooks_and_timing_of_the_live_group_are_set_on_each_generation():
         ]
 
 
+@pytest.mark.matrix
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="torch has these hooks since 2.15"
+)
+@pytest.mark.ranks(2)
+def test_hooks_of_collectives_are_registered_on_each_generation():
+    """Until they are removed, also while the group is offloaded."""
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
+    group, seen = dist.new_group([0, 1]), []
+
+    def used():
+        seen.clear()
+        dist.all_reduce(torch.ones(1), group=group)
+        return seen
+
+    group.register_pre_hook(1, lambda _: seen.append("before"))
+    group.register_pre_hook(hook_id=2, hook=lambda _: seen.append("removed"))
+    group.register_post_hook(1, lambda _: seen.append("after"))
+    assert sorted(used()) == ["after", "before", "removed"]
+    group.unregister_pre_hook(2)
+    for _ in range(2):
+        assert used() == ["before", "after"]
+        reloadpg.offload()
+        reloadpg.reload()
+    reloadpg.offload()
+    group.unregister_post_hook(hook_id=1)
+    reloadpg.reload()
+    assert used() == ["before"]
+
+
 @pytest.mark.ranks(1)
 def test_a_shutdown_waits_for_pending_work_and_an_abort_does_not():
     """The abort may be what ends the pending work; torch's abort does not wait either."""

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 import reloadpg
 from reloadpg.testing import run_ranks
 
-LONG, SHORT = 200, 60
+LONG, SHORT = 200, 30
 """Cycles of the whole run, and of the default one."""
 WARM = 20
 """Cycles after which allocators and caches have their size; what follows is compared with it."""
@@ -119,7 +119,7 @@ def test_many_cycles_leave_nothing(cycles):
     Nine groups rise by one generation a cycle, and only their own names resolve. Resident memory
     grows by less than 8 MiB (failures 24, 31). No entry in a table, group, store, work, file or
     thread is left (failure 13). The other rank may not have deleted its last keys in the store yet;
-    a key a cycle would be dozens.
+    a key a cycle and group would be ninety.
     """
     for measured, generations, found in run_ranks(_many_cycles, 2, args=(cycles,), timeout=240):
         assert generations == [cycles] * 9

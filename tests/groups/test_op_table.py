@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import worlds
-from op_table import ROWS, run_table
+from op_table import ROWS, UNSUPPORTED_BY_NCCL, asks_for_backend, run_table
 from torch.torch_version import TorchVersion
 
 import reloadpg
@@ -30,28 +30,6 @@ STAGES = {"fresh": 0, "after one reload": 1, "after three reloads": 3}
 TORCH = TorchVersion(torch.__version__)
 
 NO_BACKEND = f"No backend type associated with device type {worlds.DEVICE_TYPE}"
-
-
-UNSUPPORTED_BY_NCCL = {
-    *(f"all_reduce[{op}]" for op in ("BAND", "BOR", "BXOR")),
-    *(f"monitored_barrier[wait_all_ranks={value}]" for value in (False, True)),
-    *(name for name in ROWS if "device=cpu" in name),
-    "all_gather_coalesced",
-    "fc.permute_tensor",  # takes no group name
-    "gather_into_tensor",
-    "gather_single",
-}
-
-
-def _without_backend(name):
-    """Whether the operator asks the C++ object of the group for its backend itself.
-
-    A proxy's has none to give (torch cannot swap it), so it raises. Strictly expected, so that a
-    torch whose operator goes through a method of the group is noticed.
-    """
-    if name == "ops.all_gather_into_tensor_out":
-        return TORCH < "2.15"
-    return name in ("ops.batch_p2p_ops", "fc.batch_p2p_ops_inplace")
 
 
 def _job(rank, world_size, reloadable):
@@ -107,7 +85,7 @@ PRESENT = [name for name, row in ROWS.items() if not row.missing]
 @pytest.mark.parametrize("row", PRESENT)
 def test_operation_gives_what_stock_torch_gives(row, stage, stock, reloadable, request):
     """The right value, or stock torch's type of error, however it is called (failures 1, 2, 8)."""
-    if _without_backend(row):
+    if asks_for_backend(row):
         request.applymarker(
             pytest.mark.xfail(reason="C++ asks the proxy for its backend", strict=True)
         )
@@ -122,7 +100,7 @@ def test_operation_gives_what_stock_torch_gives(row, stage, stock, reloadable, r
             assert found == (outcome.error, outcome.notes), (rank, key, proxied[key])
 
 
-@pytest.mark.parametrize("row", [row for row in PRESENT if _without_backend(row)])
+@pytest.mark.parametrize("row", [row for row in PRESENT if asks_for_backend(row)])
 def test_operation_that_asks_for_a_cpp_backend_raises(row, stock, reloadable):
     """A known limit: such an operator raises on every rank."""
     for plain, proxied in zip(

@@ -21,6 +21,7 @@ MIXED = {"cpu": "gloo", "cuda": "nccl"}
         ({}, {"cpu": "fake", "cuda": "fake"}, 8, ()),
         ({}, {"xpu": "xccl"}, 8, ("xpu",)),
         ({}, {"npu": "hccl"}, 8, ("npu",)),
+        ({}, {"cpu": "gloo", "musa": "mccl"}, 8, ("musa",)),
         ({}, {"cuda": "nccl-legacy"}, 8, ("cuda",)),
         ({}, {"cpu": "sim", "privateuseone": "sim"}, 2, ("cpu", "privateuseone")),
         ({}, {"cpu": "sim"}, 2, ()),

@@ -355,7 +355,7 @@ def test_a_registered_group_whose_far_end_is_dead_is_left_out(rank, free_port):
     """Ranks 0 and 1 are the trainer's job; only rank 0 and the engine, rank 2, are in the group.
 
     The engine ends. The trainer's groups come back, the status names the group, and the next reload
-    without ``skip`` tries again.
+    without ``skip`` tries again. A recovery leaves it out, too.
     """
     shared = dist.TCPStore("127.0.0.1", free_port, 3, is_master=rank == 1, timeout=TIMEOUT)
     generations = iter(range(100))
@@ -394,8 +394,14 @@ def test_a_registered_group_whose_far_end_is_dead_is_left_out(rank, free_port):
     if rank == 0:
         assert "left out" in "".join(report.warnings)
         (shown,) = [one for one in reloadpg.status().groups if one.name == "weights"]
-        assert shown.state != "live"
+        assert shown.state == "offloaded"
         assert "left out of the last reload" in shown.last_error
+    assert not reloadpg.recovery.recovery_requested()
+    dist.barrier()  # before the other rank requests one
+    report = reloadpg.recovery.recover("a fault of the trainer")
+    assert ("left out" in "".join(report.warnings)) == (rank == 0)
+    assert worlds.sums_right(dist.group.WORLD)
+    assert rank == 1 or group.state == "offloaded"
     with pytest.raises((reloadpg.errors.RebuildError, reloadpg.errors.PeerFailedError)):
         reloadpg.reload()
     reloadpg.offload()

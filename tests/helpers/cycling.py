@@ -1,8 +1,8 @@
 """Runs an unmodified training script, and offloads and reloads all groups between its steps.
 
-Usage, under a launcher with ``RELOADPG_AUTOINSTALL``: ``python cycling.py DIRECTORY SCRIPT
-ARGUMENT...``. The cycles run in a hook after optimizer steps, when no collective is in flight. The
-result is written to ``DIRECTORY/cycles.RANK.json``.
+Usage: ``python cycling.py DIRECTORY [--every-step] SCRIPT ARGUMENT...``. It installs the library,
+unless ``RELOADPG_AUTOINSTALL`` has. The cycles run in a hook after optimizer steps, when no
+collective is in flight. The result is written to ``DIRECTORY/cycles.RANK.json``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ AFTER_STEPS = (2, 4, 5)
 
 
 class Cycles:
-    """A hook that counts optimizer steps, and runs a cycle after three of them."""
+    """A hook that counts optimizer steps, and runs a cycle after three of them, or after each."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: bool) -> None:
+        self.every = every
         self.steps = 0
         self.seen: list[dict[str, Any]] = []
 
     def __call__(self, *_: Any) -> None:
         self.steps += 1
-        if self.steps not in AFTER_STEPS:
+        if not self.every and self.steps not in AFTER_STEPS:
             return
         with reloadpg.offloaded() as report:
             try:
@@ -54,7 +55,12 @@ class Cycles:
 
 def main() -> None:
     folder, script, *arguments = sys.argv[1:]
-    cycles = Cycles()
+    every = script == "--every-step"
+    if every:
+        script, *arguments = arguments
+    cycles = Cycles(every)
+    if not reloadpg.is_installed():
+        reloadpg.install(backends={"gloo"}, timeout=60)
     register_optimizer_step_post_hook(cycles)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

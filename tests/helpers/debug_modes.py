@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +23,7 @@ MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "all logs": ((), {"TORCH_LOGS": "+all", "TORCH_CPP_LOG_LEVEL": "INFO"}),
     "dev mode": (("-X", "dev"), {}),
     "optimized": (("-O",), {}),
-    # Torch and its dependencies warn when they are imported.
-    "warnings are errors": (("-W", "error:::reloadpg"), {}),
+    "warnings are errors": ((), {"DEBUG_JOB": "errors"}),
     "faulthandler": ((), {"PYTHONFAULTHANDLER": "1"}),
     "flight recorder": (
         (),
@@ -33,6 +33,7 @@ MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "blocking launches": ((), {"CUDA_LAUNCH_BLOCKING": "1"}),
     "blocking wait": ((), {"TORCH_NCCL_BLOCKING_WAIT": "1"}),
     "a trace function": ((), {"DEBUG_JOB": "trace"}),
+    "coverage": (("-m", "coverage", "run", "-p"), {}),
 }
 """Arguments of the interpreter, and the environment, of each mode."""
 
@@ -44,32 +45,41 @@ def run_mode(mode: str, backend: str, env: Mapping[str, str] | None = None) -> N
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S)
     )
     command = [sys.executable, *flags, str(HELPERS / "debug_job.py"), backend]
-    ranks = [
+    with tempfile.TemporaryDirectory() as folder:  # for what coverage and torch's recorder write
+        ranks = _started(command, folder, server.port, {**variables, **(env or {})})
+        try:
+            codes = [rank.wait(LIMIT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            outputs = [Path(folder, f"output.{number}").read_text() for number in range(2)]
+            shown = "\n".join(f"rank {n}:\n{text[-8000:]}" for n, text in enumerate(outputs))
+            assert all("complete: " in text for text in outputs), shown
+    assert codes == [0, 0], shown
+
+
+def _started(
+    command: list[str], folder: str, port: int, variables: Mapping[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    return [
         subprocess.Popen(
             [*command, *variables.get("DEBUG_JOB", "").split()],
             env={
                 **clean_environment(),
                 **variables,
-                **(env or {}),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS)]),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(server.port),
+                "MASTER_PORT": str(port),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": "2",
             },
+            cwd=folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            # Not a pipe: it would fill with the logs of one rank while another is waited for.
+            stdout=Path(folder, f"output.{rank}").open("w"),
             stderr=subprocess.STDOUT,
-            text=True,
         )
         for rank in range(2)
     ]
-    try:
-        outputs = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        ended = rank.returncode == 0 and "complete\n" in output
-        assert ended, f"rank {number} ended with {rank.returncode}:\n{output[-8000:]}"

@@ -341,7 +341,7 @@ class Explorer:
     def _poll_has_effect(self, world: World, n: int) -> bool:
         """Whether the next poll of a sleeping rank would read anything new."""
         state, store = world.ranks[n].state, dict(world.store)
-        at, (state, command) = state.at, protocol.step(state, Reply(state.asked, True))
+        at, (state, command) = state.at, protocol.step(state, Reply(state.command_number, True))
         while command is not None and not isinstance(command, Pause):
             if isinstance(command, OnHost):
                 reply, after = self._perform_on_host(world, n, command)
@@ -350,7 +350,7 @@ class Explorer:
                 reply, changes = _performed(store, command)
             if changes:
                 return True
-            state, command = protocol.step(state, Reply(state.asked, reply))
+            state, command = protocol.step(state, Reply(state.command_number, reply))
         return state.at is not at or (isinstance(command, Pause) and command.restart)
 
     def _act(self, world: World, n: int) -> World:
@@ -358,12 +358,12 @@ class Explorer:
         if rank.command is None:
             return self._call(world, n)
         if isinstance(rank.command, Pause):
-            reply = Reply(rank.state.asked, True)
+            reply = Reply(rank.state.command_number, True)
             if rank.command.sleeps and protocol.step(rank.state, reply)[0].at is None:
                 raise Violation(f"rank {n} stops waiting before its deadline: {rank.state.at}")
             return self._step(world, n, reply)
         performed, reply = self._perform(world, n, rank.command, live=True)
-        following = self._step(performed, n, Reply(rank.state.asked, reply))
+        following = self._step(performed, n, Reply(rank.state.command_number, reply))
         if following == world:
             raise Violation(f"rank {n} polls without a pause: {rank.command}")
         return following
@@ -445,7 +445,7 @@ class Explorer:
                 if isinstance(rank.command, Pause) and not self.scenario.waits:
                     raise Violation(f"rank {n} waits for responses to its timeout: {rank.state.at}")
                 self._check_await(world, n, rank.command)
-                yield self._step(world, n, Reply(rank.state.asked, reply))
+                yield self._step(world, n, Reply(rank.state.command_number, reply))
             if found:
                 return
         yield from self._wake(world)
@@ -453,7 +453,7 @@ class Explorer:
             if rank.state.at is protocol._paused:
                 if not self.scenario.waits:
                     raise Violation(f"rank {n} reaches its timeout: {rank.state.key()}")
-                reply_of = Reply(rank.state.asked, False)
+                reply_of = Reply(rank.state.command_number, False)
                 yield self._step(world._replace(timeouts=world.timeouts + 1), n, reply_of)
 
     def _wake(self, world: World) -> Iterator[World]:
@@ -704,7 +704,7 @@ class Explorer:
         self._check_command(world, n, before, after, command)
         world = self._check(world, n, before, after, command)
         # Command numbers are only compared for equality: a constant keeps the state space finite.
-        state = after._replace(asked=1)
+        state = after._replace(command_number=1)
         return self._with(world, n, world.ranks[n]._replace(state=state, command=command))
 
     def _check(

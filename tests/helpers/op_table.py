@@ -21,6 +21,7 @@ import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional as dist_nn
 import worlds
 from early_bindings import FROM_C10D, FROM_DISTRIBUTED
+from torch.torch_version import TorchVersion
 
 Value = Any
 OPS = torch.ops._c10d_functional
@@ -973,6 +974,29 @@ class Outcome:
     message: str = ""
     notes: tuple[str, ...] = ()
     expected: Value = None
+
+
+UNSUPPORTED_BY_NCCL = {
+    *(f"all_reduce[{op}]" for op in ("BAND", "BOR", "BXOR")),
+    *(f"monitored_barrier[wait_all_ranks={value}]" for value in (False, True)),
+    *(name for name in ROWS if "device=cpu" in name),
+    "all_gather_coalesced",
+    "fc.permute_tensor",  # takes no group name
+    "gather_into_tensor",
+    "gather_single",
+}
+"""Rows that stock torch refuses on NCCL."""
+
+
+def asks_for_backend(name: str) -> bool:
+    """Whether the operator of a row asks the C++ object of the group for its backend itself.
+
+    A proxy's has none to give (torch cannot swap it), so it raises. Strictly expected, so that a
+    torch whose operator goes through a method of the group is noticed.
+    """
+    if name == "ops.all_gather_into_tensor_out":
+        return bool(TorchVersion(torch.__version__) < "2.15")
+    return name in ("ops.batch_p2p_ops", "fc.batch_p2p_ops_inplace")
 
 
 def cases(groups: dict[str, Any], me: int, salt: int) -> Iterator[tuple[Row, Key, Case]]:

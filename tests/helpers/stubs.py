@@ -6,11 +6,13 @@ accelerator replaces ``nccl``: its groups are also reloadable by default.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import reloadpg
-from reloadpg.testing import simulated
+from reloadpg.testing import run_ranks, simulated
 
 CYCLES = 3
 
@@ -38,6 +40,7 @@ class Stubs:
         simulated.configure(bytes_per_communicator=1 << 20)
         self.seen: list[Any] = []
         self.model = nn.Linear(4, 4)
+        self.llm: Any = self  # of a trainer whose vllm_generation this is
         self.group: Any = None
         self.path = Path(tempfile.gettempdir()) / "checkpoint"
 
@@ -56,9 +59,17 @@ class Stubs:
             "evaluate": self.evaluate,
             "generate": self.generate,
             "model": self.model,
+            "GRPOTrainer": self.trainer,
+            "Trainer": self.trainer,
             "path": self.path,
+            "prompts": range(CYCLES),
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
+            "rollout": self.generate,
             "saver": self,
+            "send_weights": self.build_trainer,
             "train": self.train,
+            "trainer": SimpleNamespace(vllm_generation=self),
+            "vllm": SimpleNamespace(LLM=lambda *args, **kwargs: self),
         }
         imported = {
             "dist": dist,
@@ -68,6 +79,10 @@ class Stubs:
             "torch": torch,
         }
         return {**placeholders, **(imported if libraries else {})}
+
+    def trainer(self, *args: Any, **kwargs: Any) -> None:
+        """``Trainer(..., callbacks=[...])``."""
+        self.seen.append(("trainer", sorted(kwargs)))
 
     def build_trainer(self) -> nn.Module:
         self.group = dist.new_group(list(range(dist.get_world_size())), group_desc="trainer's")
@@ -86,6 +101,13 @@ class Stubs:
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.seen.append(("wake", reloadpg.status().state))
+
+    def collective_rpc(self, function: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return [True]
+
+    def empty_partition_cache(self) -> None:
+        """Of DeepSpeed's engine."""
+        self.seen.append(("release", reloadpg.status().state))
 
     def pause(self, tag: str | None = None) -> None:
         self.seen.append(("pause", reloadpg.status().state))
@@ -124,6 +146,9 @@ class Stubs:
 def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any]:
     """Run one rank of an example; return the recorded calls and the final state."""
     stubs = Stubs()
+    if "docs/frameworks" in name:  # its blocks are lines of a script that has installed before
+        reloadpg.install()
+        dist.init_process_group("sim")
     namespace = stubs.namespace(libraries="environment" in name)
     exec(compile(code.replace('"nccl"', '"sim"'), name, "exec"), namespace)
     return {
@@ -135,4 +160,14 @@ def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any
         "initialized": dist.is_initialized(),
         "results": namespace.get("results"),
         "report": namespace.get("report"),
+        "used": namespace.get("used"),
     }
+
+
+def main(path: str, name: str) -> None:
+    """Run a block from a file on two ranks."""
+    run_ranks(run_block, 2, args=(Path(path).read_text(), name), timeout=280)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

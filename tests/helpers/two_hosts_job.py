@@ -1,22 +1,26 @@
 """One rank of a job on two hosts; the test cuts the link between them.
 
-``torchrun ... two_hosts_job.py FOLDER point POINT``, or ``... FOLDER outages OUTAGE...``. A rank
-that is ready for the cut writes ``here.RANK`` and waits for ``go.RANK``; at its end it writes
-``done.RANK``.
+``torchrun ... two_hosts_job.py FOLDER point POINT``, ``... FOLDER outages OUTAGE...``, or
+``... FOLDER program SEED``. A rank that is ready for the cut writes ``here.RANK`` and waits for
+``go.RANK``; at its end it writes ``done.RANK``. In a program, each part has a folder, in which a
+rank also writes ``over.RANK`` when its call has ended, and waits for ``up.RANK``.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 import worlds
-from fault_job import Job, attempt, interfere
+from fault_job import Job, Seen, attempt, interfere, stop_interfering
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
@@ -123,10 +127,104 @@ def go_through(folder: Path, outages: list[str]) -> None:
         mark(folder / where, "done")
 
 
+@dataclass(frozen=True)
+class Part:
+    """A call in which the link goes down until it has ended on all ranks, and the call after it."""
+
+    call: str
+    point: str
+    mend: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program of all ranks."""
+
+    ranks_of_a_host: int
+    other_link: bool  # whether the store is on another link
+    groups: tuple[tuple[int, ...], ...]
+    parts: tuple[Part, ...]
+
+
+POINTS = {
+    "step": ("",),
+    "offload": ("enter", "group0", "group1", "released"),
+    "reload": ("enter", "group0", "group1", "rebuilt", "done"),
+    "recover": ("enter", "agreed", "group0", "check0", "rebuilt", "done"),
+}
+
+
+def program_of(seed: int) -> Program:
+    """The program of a seed."""
+    draw = random.Random(seed)
+    ranks_of_a_host = draw.choice([1, 2])
+    size = 2 * ranks_of_a_host
+    # Each rank is in two groups and the default one, so that each point exists on all ranks.
+    groups = draw.choice([[(0, 1), (2, 3), (0, 2), (1, 3)], [(0, 3), (1, 2), (0, 2), (1, 3)]])
+    if size == 2:
+        groups = [(0, 1), (1, 0)]
+    parts = []
+    for _ in range(2):
+        call = draw.choice(list(POINTS))
+        mends = ["reload", "recover"] if call in ("offload", "reload") else ["recover"]
+        parts.append(Part(call, draw.choice(POINTS[call]), draw.choice(mends)))
+    return Program(ranks_of_a_host, draw.random() < 0.5, tuple(groups), tuple(parts))
+
+
+def play(folder: Path, program: Program) -> None:
+    """Whatever the link cuts off, the next call on all ranks after it is up makes all groups live.
+
+    The ranks may end the call differently, and none hangs.
+    """
+    limit = timedelta(seconds=30)
+    job = Job("faulty", subgroups=program.groups, timeout=BOUND_S, limit=limit, recoverable=True)
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: step_without_a_link(job),
+        "offload": reloadpg.offload,
+        "reload": reloadpg.reload,
+        "recover": lambda: reloadpg.recovery.recover("a test", timeout=BOUND_S),
+    }
+    for number, part in enumerate(program.parts):
+        place = folder / str(number)
+        if part.call == "reload":
+            reloadpg.offload()
+        job.meet(f"part {number}")
+        if part.point:
+            interfere(f"{part.call}.{part.point}", lambda place=place: cut_here(place))  # type: ignore[misc]
+        else:
+            cut_here(place)
+        seen = attempt(calls[part.call])
+        stop_interfering()
+        (place / f"seen.{job.rank}").write_text(f"{part} {seen} {job.states()}\n")
+        assert seen.kind, f"{part} has ended without an error"
+        assert seen.seconds < limit.total_seconds() + ALLOWANCE_S, seen
+        mark(place, "over")
+        (place / f"up.{job.rank}").read_text()
+        mended = attempt(calls[part.mend])
+        assert mended == Seen("", "", mended.seconds), f"{part}: {seen}, {job.states()}: {mended}"
+        job.assert_live()
+        job.agree(f"part {number}", (reloadpg.status().generation, job.generations()))
+    job.cycle()
+
+
+def step_without_a_link(job: Job) -> None:
+    for group in job.groups.values():
+        _set_pg_timeout(SHORT, group)
+    try:
+        assert worlds.sums_right(*job.groups.values())
+    finally:
+        for group in job.groups.values():
+            with suppress(RuntimeError):
+                _set_pg_timeout(LIMIT, group)
+
+
 def main() -> None:
     folder, kind, *arguments = sys.argv[1:]
     if kind == "outages":
         go_through(Path(folder), arguments)
+    elif kind == "program":
+        play(Path(folder), program_of(int(arguments[0])))
+        mark(Path(folder), "done")
     else:
         cut_in_a_reload(Path(folder), *arguments)
         mark(Path(folder), "done")

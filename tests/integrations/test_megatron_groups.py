@@ -222,6 +222,7 @@ def test_without_megatron_the_error_says_what_to_install(monkeypatch: pytest.Mon
         megatron.groups()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4, preload=["megatron.core"])
 def test_the_groups_of_megatron_on_four_ranks(rank: int) -> None:
     """One behaviour after the other, in one job: importing megatron-core is what takes long.

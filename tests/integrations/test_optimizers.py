@@ -62,6 +62,7 @@ def test_training_with_a_phase_after_each_second_step_equals_plain_training(rank
     assert train(rank, 2) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_only_the_steps_of_a_named_optimizer_count_and_only_within_the_handles_block() -> None:
     """7 of them make two cycles. A phase that raises leaves live groups, and does not count."""

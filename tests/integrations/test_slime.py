@@ -6,9 +6,11 @@ The actors here make the calls of the two frameworks' Megatron actors (``init``,
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import types
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -83,6 +85,8 @@ class Actor:
         if self.framework == "miles" and self.asleep:
             return None
         report = destroy_process_groups()
+        assert report is not None
+        assert [text for text in report.warnings if "not reloadable" in text] == []
         self.asleep = True
         return report
 
@@ -126,6 +130,7 @@ class Actor:
         """Memory, objects, generations and timeouts are those of this state."""
         reloadable = [g for g in self.groups.values() if isinstance(g, ReloadableProcessGroup)]
         assert [group.group_desc for group in reloadable] == self.kinds
+        assert self.gloo.group is self.gloo  # it is never released
         for group in reloadable:
             assert group.group is (None if asleep else group)
             assert generation in (None, group.generation)
@@ -207,13 +212,17 @@ def test_gloo_groups_and_groups_of_one_rank_are_reloadable_on_request(connect: A
     """The options of the patch are those of ``install``, as slime's own CPU tests expect."""
     monkey_patch_torch_dist(backends={"gloo"}, min_size=1)
     worlds.init("gloo", timeout=GIVEN)
+    gloo = dist.old_new_group(backend="gloo")  # type: ignore[attr-defined]
     register_default_process_group(timeout=GIVEN)
     made = {kind: [dist.new_group(r) for r in lists] for kind, lists in GROUPS.items()}
     mine: list[Any] = [one for some in made.values() for one in some if one is not NON_GROUP_MEMBER]
     assert all(isinstance(group, ReloadableProcessGroup) for group in mine)
     for _ in range(CYCLES):
-        destroy_process_groups()
+        report = destroy_process_groups()
+        assert report is not None
+        assert [text for text in report.warnings if "not reloadable" in text] == []
         assert [group.group for group in mine] == [None] * len(mine)
+        dist.barrier(group=gloo)
         reload_process_groups(connect=connect)
         assert all(group.group is group for group in mine)
         dist.barrier(group=made["PP"][0])
@@ -331,6 +340,121 @@ def test_an_error_in_a_collective_has_one_note_with_the_memory_in_use() -> None:
     for call in (dist.all_reduce, group.allreduce):
         with simulated.inject(FAULT):
             assert notes_of(call, tensor) == []
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1)
+def test_each_group_has_group_until_uninstall() -> None:
+    """A plain group's is the group itself; a subclass may have its own attribute."""
+
+    class Wrapped(dist.ProcessGroup):
+        def __init__(self, group: Any) -> None:
+            super().__init__(group.rank(), group.size())
+            self.group = group
+
+    dist.init_process_group("gloo")
+    plain: Any = dist.group.WORLD
+    with reloadpg.install(backends={"gloo"}, world=False, min_size=1):
+        monkey_patch_torch_dist()
+        assert plain.group is plain
+        assert Wrapped(plain).group is plain
+        made: Any = dist.new_group([0])
+        assert made.group is made
+    assert not hasattr(plain, "group")
+    assert Wrapped(plain).group is plain
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("below", [None, 3.0])
+def test_memory_is_cleared_before_a_collective_only_if_asked_for(below: float | None) -> None:
+    """And only with less free memory than that (failure 30): garbage is collected first."""
+    simulated.register()
+    simulated.configure(bytes_per_communicator=BYTES)
+    monkey_patch_torch_dist(clear_memory_below=below)
+    dist.init_process_group("sim")
+    group: Any = dist.new_group([0, 1])
+    plain = vars(reloadpg.ReloadableProcessGroup).get("allreduce")
+    assert (plain is None) == (below is None)
+
+    def collected(call: Any, gib: float) -> bool:
+        """Whether a call collects garbage, with so much free memory."""
+        simulated.configure(capacity_bytes=int(gib * 2**30) + simulated.stats().held_bytes)
+        garbage = Actor(0, "")
+        garbage.groups["self"] = garbage
+        seen = weakref.ref(garbage)
+        del garbage
+        call()
+        return seen() is None
+
+    def sums() -> None:
+        assert sums_right(group)
+
+    sums()
+    gc.disable()
+    try:
+        assert not collected(sums, 4)
+        assert collected(sums, 2) == (below is not None)
+        assert not collected(lambda: dist.barrier(group), 2)
+    finally:
+        gc.enable()
+    reloadpg.uninstall()
+    assert "allreduce" not in vars(reloadpg.ReloadableProcessGroup)
+    sums()
+
+
+class Musa(types.ModuleType):
+    """The module of a MUSA device."""
+
+    def __init__(self, available: bool) -> None:
+        super().__init__("torch.musa")
+        self.available = available
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return int(self.available)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("available", [True, False])
+def test_groups_of_nccl_are_of_mccl_on_a_musa_device(available: bool, rank: int) -> None:
+    """Only where ``new_group`` is asked for ``nccl``, by position or by name; also in a reload."""
+    simulated.register()
+    create = dist.Backend._plugins["SIM"].creator_fn
+    torch.utils.rename_privateuse1_backend("musa")
+    torch._register_device_module("musa", Musa(available))
+    dist.Backend.register_backend("mccl", create, extended_api=True, devices=["musa"])
+    monkey_patch_torch_dist()
+    dist.init_process_group("mccl")
+    ways: list[Any] = [
+        lambda name: dist.new_group([0, 1], None, name),
+        lambda name: dist.new_group([0, 1], backend=name),
+    ]
+    for make in ways:
+        assert dist.get_backend(make("gloo")) == "gloo"
+        assert dist.get_backend(make("mccl")) == "mccl"
+    if not available:
+        with pytest.raises((RuntimeError, ValueError)):
+            ways[0]("nccl")
+        return
+    made = [make("nccl") for make in ways]
+    for _ in range(2):
+        assert [dist.get_backend(group) for group in made] == ["mccl", "mccl"]
+        assert sums_right(*made)
+        destroy_process_groups()
+        reload_process_groups()
+    reloadpg.uninstall()
+    with pytest.raises((RuntimeError, ValueError)):
+        ways[0]("nccl")
 
 
 @pytest.mark.ranks(1)

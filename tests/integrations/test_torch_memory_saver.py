@@ -205,6 +205,7 @@ def test_other_methods_and_settings_are_those_of_the_saver() -> None:
         saver._nothing  # noqa: B018 - the look-up is what is tested
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_framework() -> None:
     """Its names load when they are used.
 

@@ -111,6 +111,7 @@ def test_ranks_that_disagree_all_raise_and_change_nothing() -> None:
         job.cycle()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3)
 def test_a_rank_one_call_late(rank: int) -> None:
     """Rank 1 calls after the others have timed out: it raises at once, and all meet in the next."""

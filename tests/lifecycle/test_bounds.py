@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import worlds
 from fault_job import ALLOWANCE, BOUND, Job, attempt, base_store, eventually
+from sampling import sampled
 
 import reloadpg
 from reloadpg.lifecycle.job import jobs
@@ -35,7 +36,7 @@ def test_each_group_is_progress():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("machine", ["runs", "is stopped at the timeout"])
+@pytest.mark.parametrize("machine", sampled(["runs", "is stopped at the timeout"], "runs"))
 def test_a_release_that_hangs_is_named_and_aborted(rank, machine):
     """Its memory is free after the failed offload. The status and the next report name what still
     runs. If the whole machine was stopped, the store does not count as unresponsive.
@@ -69,6 +70,7 @@ def test_a_release_that_hangs_is_named_and_aborted(rank, machine):
     job.assert_live()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_memory_of_a_stalled_abort_is_reported_as_held(rank):
     """The next offload waits for the abort, continues after a timeout, and has a warning."""

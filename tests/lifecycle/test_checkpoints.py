@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import install, start
+from sampling import sampled
 
 import reloadpg
 
@@ -44,8 +45,8 @@ def is_complete(at: Path) -> bool:
     return (at / ".metadata").exists()
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("callbacks", [True, False])
+@pytest.mark.parametrize("wait", sampled([True, False], True))
+@pytest.mark.parametrize("callbacks", sampled([True, False], True))
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.ranks(2)
 def test_an_offload_waits_for_a_save_on_a_group_that_it_releases(

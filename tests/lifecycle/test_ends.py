@@ -14,6 +14,7 @@ from typing import NamedTuple
 import ending
 import pytest
 import torch.distributed as dist
+from sampling import sampled
 
 pytestmark = pytest.mark.matrix
 
@@ -161,7 +162,7 @@ STARTS_NO_THREADS = sys.version_info[:2] == (3, 12)
 
 NO_THREAD = "can't create new thread at interpreter shutdown"
 
-FAST = {"return", "exit", "suspended generator", "__del__", "exit handler"}
+FAST = {"return"}
 """Ways that the default suite has, in the state offloaded; all others are marked slow."""
 
 CASES = [
@@ -197,7 +198,7 @@ def test_a_process_ends_within_an_operation(
     assert ended.codes == without(way).codes, ended
 
 
-@pytest.mark.parametrize("handler", [True, False])
+@pytest.mark.parametrize("handler", sampled([True, False], True))
 def test_an_operation_while_the_interpreter_exits(run: Run, handler: bool) -> None:
     """It works in an exit handler, where Python starts threads; otherwise its error says why."""
     ended = run(f"""
@@ -220,7 +221,7 @@ kept = Last()
             assert NO_THREAD in in_handler
 
 
-@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize("in_block", sampled([False, True], True))
 def test_a_forked_child_ends(run: Run, in_block: bool) -> None:
     """Leaving the parent's block in the child does nothing; the parent's groups work afterwards."""
     ended = run(f"""

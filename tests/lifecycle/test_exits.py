@@ -105,7 +105,11 @@ def test_cycles_cause_no_warning_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "operation"), [("backends='gloo', min_size=1", "offload"), ("", "reload")]
+    ("options", "operation"),
+    [
+        pytest.param("backends='gloo', min_size=1", "offload", marks=pytest.mark.slow),
+        ("", "reload"),
+    ],
 )
 def test_exit_with_groups_that_were_never_destroyed(options: str, operation: str) -> None:
     """They may be offloaded, or exist until the interpreter clears its modules."""

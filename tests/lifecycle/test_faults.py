@@ -394,6 +394,7 @@ BATCHES = {
     "all of an accelerator, in parallel": Batch(ON_AN_ACCELERATOR, job={**SIM, "parallelism": 8}),
 }
 SLOW = (
+    "a suspend that",
     "each",
     "late ranks at",
     "a hang",
@@ -408,7 +409,7 @@ MATRIX = ("either", "signals", "interrupts after")
 
 def _param(name: str, batch: Batch) -> Any:
     marks = [pytest.mark.ranks(batch.size)]
-    marks += [pytest.mark.slow] * name.startswith(SLOW)
+    marks += [pytest.mark.slow] * (name.startswith(SLOW) or name == "some groups of an offload")
     marks += [pytest.mark.matrix] * name.startswith(MATRIX)
     return pytest.param(name, marks=marks, id=name)
 
@@ -487,13 +488,9 @@ DEATHS = (
     ("recover.agreed", 0),  # the rank that reads the reports of the others
 )
 DEATH_POINTS = (
-    "offload.quiesced",
     "offload.released",
     "offload.suspend2",
-    "reload.enter",
-    "reload.group1",
     "reload.resume2",
-    "recover.group3",
 )
 DEFAULT_DEATHS = [(point, VICTIM) for point in DEATH_POINTS]
 

@@ -45,6 +45,7 @@ CYCLE = {
 COMMIT = Operation.complete.__code__, Transaction.commit.__code__
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_an_interrupt_before_the_first_barrier_is_notified_to_the_other_ranks(rank: int) -> None:
     """After any line; the rank may recover after all, once the others have got their errors."""

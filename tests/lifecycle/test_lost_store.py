@@ -71,8 +71,8 @@ def on_a_separate_store(
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGKILL, id="ends", marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, id="hangs"),
+        pytest.param(signal.SIGKILL, id="ends"),
+        pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("point", sampled(["offload.enter", "reload.group1"], "reload.group1"))

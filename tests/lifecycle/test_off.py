@@ -38,7 +38,7 @@ def test_every_call_does_nothing(installs: bool, rank: int) -> None:
         logging.getLogger("reloadpg").addHandler(handler)
         for _ in range(2):
             reloadpg.install(backends={"gloo"}, recoverable=True)
-        assert len(lines) == 1
+        assert len(lines) == (os.environ["LOCAL_RANK"] == "0")  # once a host
         assert lines[0].startswith("RELOADPG=off: ")
     assert not reloadpg.is_installed()
     assert dist.new_group is creating

@@ -245,6 +245,7 @@ def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called(rank: i
 # -- consecutive recoveries -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_consecutive_recoveries(rank: int) -> None:
     """They follow at once, while offloaded, or after a rank has called alone."""

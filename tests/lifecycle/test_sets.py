@@ -223,12 +223,41 @@ def test_an_invalid_name_of_a_set_is_refused(call):
 
 
 @pytest.mark.ranks(2)
-def test_an_unknown_set_with_a_similar_name_is_warned_of(rank):
-    _, _, engine = groups_of_two_sets()
-    report = reloadpg.offload("engin")
-    assert not report.changed
-    assert any("engine" in one for one in report.warnings)
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_misspelt_set_is_an_error_on_all_ranks(rank, wait):
+    """It lists the sets, and nothing is changed; neither by the next operations."""
+    trainer, _, engine = groups_of_two_sets()
+    for name in ("offload", "reload"):
+        with pytest.raises(InvalidOptionError) as caught:
+            done = getattr(reloadpg, name)("engin", wait=wait)
+            assert wait or done.result()
+        assert f"{name}: no group of any rank is in the set 'engin'" in str(caught.value)
+        assert "did you mean engine?" in str(caught.value)
+        assert "sets here: engine, trainer" in str(caught.value)
+        assert works(engine, rank)
+    with (
+        pytest.raises(InvalidOptionError, match="'engin'"),
+        reloadpg.swapped(out="trainer", into="engin"),
+    ):
+        pass
+    reloadpg.reload()
+    for one in (trainer, engine):
+        assert works(one, rank)
+    reloadpg.offload("engine")
+    assert states() == {"trainer": "live", "engine": "offloaded"}
+    reloadpg.reload()
     assert works(engine, rank)
+
+
+@pytest.mark.ranks(3)
+def test_a_set_that_only_other_ranks_have_is_no_error(rank):
+    """Also where this rank has a set with a similar name, and where no rank has one at all."""
+    groups_of_two_sets()
+    with reloadpg.region("engines"):
+        pair = dist.new_group([0, 1])
+    assert reloadpg.offload("engines").changed == (rank < 2), pair
+    reloadpg.reload("engines")
+    assert not reloadpg.offload("server").changed
 
 
 class _Named(SimpleNamespace):

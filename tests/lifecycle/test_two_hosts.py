@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 from launching import HELPERS
-from two_hosts_job import ALLOWANCE_S, BOUND_S
+from two_hosts_job import ALLOWANCE_S, BOUND_S, program_of
 from worlds import SILENCE
 
 import reloadpg
 
+PROGRAMS = int(os.environ.get("FAULT_PROGRAMS", "3"))
+"""The number of random programs, of one seed each."""
 LIMIT_S = 180.0
 """Time limit for the jobs on the two hosts, in seconds."""
 ADDRESSES = ("10.199.0.1", "10.199.0.2")
@@ -131,17 +133,21 @@ class Hosts:
     def logs(self) -> str:
         return "\n".join((self.folder / f"{n}.log").read_text()[-6000:] for n in self.names)
 
-    def make_fifos(self, ranks: int, folder: str = "") -> None:
-        """Create the pipes with which :meth:`cut_at` lets the ranks continue."""
+    def make_fifos(self, ranks: int, folder: str = "", name: str = "go") -> None:
+        """Create the pipes with which the test lets the ranks continue."""
         for rank in range(ranks):
-            os.mkfifo(self.folder / folder / f"go.{rank}")
+            os.mkfifo(self.folder / folder / f"{name}.{rank}")
+
+    def let_go(self, ranks: int, folder: str = "", name: str = "go") -> None:
+        """Let the ranks continue that read their pipes."""
+        for rank in range(ranks):
+            (self.folder / folder / f"{name}.{rank}").write_text("")
 
     def cut_at(self, ranks: int, folder: str = "") -> None:
         """Cut the link when all ranks are ready for it, and let them continue."""
         self.await_all("here", ranks, folder)
         self.cut()
-        for rank in range(ranks):
-            (self.folder / folder / f"go.{rank}").write_text("")
+        self.let_go(ranks, folder)
 
     def await_all(self, name: str, ranks: int, folder: str = "", seconds: float = LIMIT_S) -> None:
         """Wait for a file of each rank; fail with the output if a rank fails, or at the limit."""
@@ -223,3 +229,34 @@ def test_a_link_that_is_down_for_five_seconds(tmp_path: Path, addresses: tuple[s
             time.sleep(DOWN_S)
             hosts.join()
             hosts.await_all("done", 4, outage)
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_programs(seed: int, tmp_path: Path) -> None:
+    """Random calls in which the link is down until they have ended on all ranks.
+
+    So the outage is longer than every timeout. Then one call on all ranks makes all groups live.
+    ``FAULT_PROGRAMS`` is the number of programs.
+    """
+    program = program_of(seed)
+    size = 2 * program.ranks_of_a_host
+    with two_hosts(tmp_path) as hosts:
+        parts = [str(number) for number in range(len(program.parts))]
+        for part in parts:
+            (hosts.folder / part).mkdir()
+            hosts.make_fifos(size, part)
+            hosts.make_fifos(size, part, "up")
+        hosts.launch(
+            "program",
+            str(seed),
+            ranks_of_a_host=program.ranks_of_a_host,
+            addresses=STORE_ADDRESSES if program.other_link else ADDRESSES,
+        )
+        for part in parts:
+            hosts.cut_at(size, part)
+            hosts.await_all("over", size, part)
+            hosts.join()
+            hosts.let_go(size, part, "up")
+        hosts.await_all("done", size)
+        for launcher in hosts.launchers:
+            assert launcher.wait(LIMIT_S) == 0, hosts.logs()

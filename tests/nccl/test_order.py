@@ -18,7 +18,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import CAN_SUSPEND, held, left_over, on_engines, start, summed
+from fault_job import eventually
+from nccl_job import (
+    CAN_SUSPEND,
+    NEW_ENGINE,
+    held,
+    left_over,
+    on_engines,
+    on_ranks,
+    start,
+    summed,
+)
 
 import reloadpg
 from reloadpg import c10d
@@ -71,6 +81,21 @@ def test_the_lock_of_each_engine(engine: str, reloaded: bool, bound: bool, rank:
         assert other.is_blocked == shares
     assert not destroy.is_blocked
     assert not other.is_blocked
+
+
+@pytest.mark.skipif(not NEW_ENGINE, reason="no engine of this torch shares a lock")
+@on_ranks(2)
+def test_aborts_run_in_parallel(rank: int) -> None:
+    """An abort that takes long delays no other one, although their communicators share a lock."""
+    start(rank)
+    for group in [dist.new_group([0, 1]) for _ in range(4)]:
+        assert summed(group, rank) == 3.0
+    assert summed(None, rank) == 3.0
+    with standins.inject(Fault("hang", "abort", rank=rank, times=1)):
+        pending = reloadpg.offload(wait=False)
+        assert eventually(lambda: standins.communicators() == 2)  # it, and WORLD, which is last
+    pending.result()
+    assert standins.communicators() == 0
 
 
 @bound_or_not

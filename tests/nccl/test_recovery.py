@@ -201,3 +201,29 @@ def test_a_loop_warns_of_groups_that_cannot_be_ended_while_they_connect(
     first = engine == "legacy" or not NEW_ENGINE
     assert len(texts) == (how == "new" and first)
     assert all(text.startswith("retrying(): 2 groups ") for text in texts)
+
+
+@on_engines(2)
+@pytest.mark.parametrize("recoverable", [True, False])
+def test_a_reload_warns_of_groups_that_cannot_be_ended_while_they_connect(
+    engine: str, recoverable: bool, rank: int
+) -> None:
+    """In a loop, or in a recoverable job, with ``connect="none"`` and torch's first engine."""
+    torch.cuda.set_device(rank)
+    reloadpg.install(recoverable=recoverable, timeout=60)
+    dist.init_process_group("nccl")
+
+    def warned(**options: Any) -> bool:
+        reloadpg.offload()
+        report = reloadpg.reload(**options)
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        return "past every timeout" in "".join(report.warnings)
+
+    first = engine == "legacy" or not NEW_ENGINE
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    assert warned(connect="none") == (first and recoverable)
+    for step in reloadpg.recovery.retrying(range(1)):
+        with step:
+            assert warned(connect="none") == first
+            assert warned() == (first and not recoverable)
+            assert not warned(connect="eager")

@@ -190,6 +190,7 @@ def test_wrong_arguments_of_a_mark_are_one_line(suite: Suite) -> None:
         assert "def __post_init__" not in report
 
 
+@pytest.mark.slow
 def test_the_time_limit_of_the_ini_file_holds_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
     """``reloadpg_timeout`` is the limit of tests on ranks that name none."""
     (tmp_path / "test_late.py").write_text(
@@ -233,15 +234,8 @@ SURVIVAL = {
 }
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param("create_groups", marks=pytest.mark.slow),
-        "nothing",
-        pytest.param("of_one_generation", marks=pytest.mark.slow),
-        pytest.param("missing", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function", SURVIVAL)
 def test_survival_tests_run_with_the_groups_of_a_trainer(tmp_path: Path, function: str) -> None:
     """They fail for a function that creates no group, and for a trainer that a reload breaks."""
     (tmp_path / "mytrainer.py").write_text(TRAINER)

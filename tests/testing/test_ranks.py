@@ -215,6 +215,7 @@ def reduce_and_nest(rank: int, world_size: int, closed: str) -> list[int]:
     return [*sums, *(run_ranks(reduce_ranks, 2, timeout=LIMIT) if rank == 0 else ())]
 
 
+@pytest.mark.slow
 def test_a_rank_can_initialise_twice_and_run_ranks_itself(tmp_path: Path) -> None:
     """With the store in rank 0, which ends with the group: no old keys are left."""
     args = (str(tmp_path / "closed"),)

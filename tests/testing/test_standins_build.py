@@ -124,8 +124,16 @@ FIELDS = {
     "cudaFuncAttributes": ("maxThreadsPerBlock", "numRegs", "ptxVersion", "binaryVersion"),
     "cudaLaunchConfig_t": ("gridDim", "blockDim", "dynamicSmemBytes", "stream", "numAttrs"),
     "ncclConfig_t": ("size", "blocking", "netName", "splitShare", "commName"),
+    "CUmemLocation": ("type", "id"),
+    "CUmemAllocationProp": (
+        *("type", "requestedHandleTypes", "location", "win32HandleMetaData", "allocFlags"),
+    ),
+    "CUmulticastObjectProp": ("numDevices", "size", "handleTypes", "flags"),
 }
-WHOLE = ("cudaPointerAttributes", "cudaLaunchConfig_t", "ncclUniqueId", "dim3")
+WHOLE = (
+    *("cudaPointerAttributes", "cudaLaunchConfig_t", "ncclUniqueId", "dim3"),
+    *("CUmemLocation", "CUmemAllocationProp", "CUmulticastObjectProp"),
+)
 """Structures that the stand-ins write or copy whole."""
 SHIMS = {  # what the packages of the runtime and of NCCL lack, and the declarations do not need
     "cuda_runtime.h": "#include <cuda_runtime_api.h>",
@@ -165,15 +173,16 @@ def test_layouts_and_values_are_those_of_nvidias_headers(tmp_path: Path) -> None
     if len(includes) < 2:
         pytest.skip("the packages of NVIDIA that torch requires are not installed")
     own = (SOURCES / "abi.h").read_text()
-    values = re.findall(r"^  ((?:cuda|nccl)\w+) = -?\d+,", own, re.M)
+    values = re.findall(r"^  ((?:cuda|nccl|CU_)\w+) = -?\d+,", own, re.M)
     values += re.findall(r"^constexpr \w+ (\w+) =", own, re.M)
     one_line = re.findall(r"enum nccl\w+ : int \{ (.*) \};", own)
     values += re.findall(r"(nccl\w+) =", " ".join(one_line))
-    names = ("cuda_runtime_api.h", "driver_types.h", "nccl.h")
+    names = ("cuda.h", "cuda_runtime_api.h", "driver_types.h", "nccl.h")
     paths = [path for folder in includes for name in names if (path := folder / name).is_file()]
     headers = "".join(path.read_text() for path in paths)
     values = [value for value in values if value in headers]  # older ones lack a few
     assert len(values) > 60
+    assert sum(value.startswith("CU_") for value in values) == 10
     lines = [f'printf("{value} %ld\\n", (long)({value}));' for value in values]
     for name, fields in FIELDS.items():
         lines += [
@@ -187,8 +196,8 @@ def test_layouts_and_values_are_those_of_nvidias_headers(tmp_path: Path) -> None
     major = (torch.version.cuda or "").partition(".")[0]
     heads = {
         "ours": f"#define CUDART_MAJOR {major}\n#include <cstdio>\n#include <abi.h>\n",
-        "theirs": "#include <cstdio>\n#include <cstddef>\n#include <cuda_runtime_api.h>\n"
-        "#include <nccl.h>\n",
+        "theirs": "#include <cstdio>\n#include <cstddef>\n#include <cuda.h>\n"
+        "#include <cuda_runtime_api.h>\n#include <nccl.h>\n",
     }
     folders = {"ours": [SOURCES], "theirs": [tmp_path / "shims", *includes]}
     printed = {}

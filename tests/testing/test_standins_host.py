@@ -137,6 +137,22 @@ def ends_without_its_peer(rank: int, size: int, call: str) -> int | None:
     return result
 
 
+@pytest.mark.parametrize("call", ["CommDestroy", "CommAbort"])
+@on_ranks(2)
+def test_communicators_end_in_any_order_in_a_group_call(call: str, rank: int) -> None:
+    """The calls return at once, and the end of the group call meets the peers of all."""
+    nccl = Nccl(rank, 2)
+    comms = [nccl.connected(), nccl.connected()]
+    nccl.meet()
+    assert nccl("GroupStart") == SUCCESS
+    for comm in comms if rank else reversed(comms):
+        assert nccl(call, comm) == SUCCESS
+    nccl.meet()
+    assert standins.communicators() == 2
+    assert nccl("GroupEnd") == SUCCESS
+    assert standins.communicators() == 0
+
+
 @pytest.mark.parametrize("call", ["CommDestroy", "CommFinalize", "CommAbort"])
 def test_a_peer_that_was_killed_is_not_waited_for(call: str) -> None:
     settings: Any = {"standins": True, "timeout": 240.0, "check": False}

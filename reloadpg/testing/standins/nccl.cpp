@@ -402,6 +402,12 @@ thread_local int t_group_depth = 0;
 thread_local ncclResult_t t_group_error = ncclSuccess;  // of the calls in the current group
 thread_local std::vector<DeferredStart> t_starts;
 
+struct DeferredEnd {
+  Comm comm;
+  bool abort;
+};
+thread_local std::vector<DeferredEnd> t_ends;
+
 std::string shared_path(const ncclComm& comm) { return std::string(standin_job()) + "/comm-" + comm.id; }
 
 Comm new_comm(int size, int rank, const ncclConfig_t* config, const ncclComm* parent) {
@@ -665,6 +671,41 @@ ncclResult_t end(const Comm& comm, bool abort) {
   return ncclSuccess;
 }
 
+// Destroys and aborts of a group call, at its end, in parallel.
+ncclResult_t end_all(const std::vector<DeferredEnd>& ends) {
+  if (ends.empty()) return ncclSuccess;
+  if (host_code::given()) {
+    host_code::call("ncclGroupStart");
+    for (auto& each : ends) end_real(each.comm.get(), each.abort);
+    host_code::call("ncclGroupEnd");
+  }
+  std::vector<std::thread> threads;
+  std::vector<ncclResult_t> results(ends.size());
+  for (size_t k = 0; k < ends.size(); k++)
+    threads.emplace_back([&, k] {
+      cudaSetDevice(ends[k].comm->device);
+      results[k] = fault(ends[k].abort ? "abort" : "destroy", ends[k].comm);
+      if (!results[k]) results[k] = end(ends[k].comm, ends[k].abort);
+    });
+  for (auto& thread : threads) thread.join();
+  for (ncclResult_t result : results)
+    if (result) return result;
+  return ncclSuccess;
+}
+
+ncclResult_t end_or_defer(const Comm& comm, bool abort) {
+  if (!t_group_depth) {
+    ncclResult_t result = fault(abort ? "abort" : "destroy", comm);
+    return result ? result : end(comm, abort);
+  }
+  if (abort) {  // NCCL sets this flag in the call
+    comm->aborted = true;
+    if (comm->shared) comm->shared->changed();
+  }
+  t_ends.push_back({comm, abort});
+  return ncclSuccess;
+}
+
 }  // namespace
 
 EXPORT int standin_communicators() {
@@ -831,8 +872,7 @@ EXPORT ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
   log(comm.get(), "destroy begins");
-  ncclResult_t result = fault("destroy", comm);
-  return result ? result : end(comm, false);
+  return end_or_defer(comm, false);
 }
 
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t handle) {
@@ -840,8 +880,7 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t handle) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
   log(comm.get(), "abort begins");
-  ncclResult_t result = fault("abort", comm);
-  return result ? result : end(comm, true);
+  return end_or_defer(comm, true);
 }
 
 EXPORT ncclResult_t ncclCommRevoke(ncclComm_t handle, int flags) {
@@ -1478,6 +1517,7 @@ EXPORT ncclResult_t ncclGroupStart() {
 EXPORT ncclResult_t ncclGroupEnd() {
   if (!t_group_depth) return fail(ncclInvalidUsage, "ncclGroupEnd: not in a group call");
   if (--t_group_depth > 0) return ncclSuccess;
+  ncclResult_t ended = end_all(std::exchange(t_ends, {}));
   if (ncclResult_t error = std::exchange(t_group_error, ncclSuccess)) {
     t_starts.clear();
     t_pending.clear();
@@ -1487,5 +1527,7 @@ EXPORT ncclResult_t ncclGroupEnd() {
   t_starts.clear();
   ncclResult_t result = start_all(starts);
   ncclResult_t launched = launch_pending();
-  return result ? result : launched;
+  for (ncclResult_t each : {result, launched, ended})
+    if (each) return each;
+  return ncclSuccess;
 }

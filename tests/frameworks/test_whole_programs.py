@@ -1,0 +1,138 @@
+"""Programs of others, whole: with a cycle after every step, and ended while offloaded.
+
+``nox -s frameworks`` runs all of them, with the versions of ``constraints.txt``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import asleep
+import pytest
+import torch.distributed as dist
+from launching import HELPERS, HERE, ROOT, clean_environment, ranks_of
+
+
+class Program(NamedTuple):
+    """A training script, and on how many ranks it runs."""
+
+    script: Path
+    ranks: int = 2
+
+
+SCRIPTS = HERE / "scripts"
+PROGRAMS = {
+    "accelerate": Program(SCRIPTS / "with_accelerate.py"),
+    "fabric": Program(SCRIPTS / "with_fabric.py"),
+    "megatron": Program(SCRIPTS / "with_megatron.py", ranks=4),
+    "transformers": Program(SCRIPTS / "hook_transformers.py"),
+    "lightning": Program(SCRIPTS / "hook_lightning.py"),
+    "trl": Program(SCRIPTS / "hook_trl.py"),
+}
+"""The scripts of hooks run without their hook."""
+
+IN_THE_GATE = {("accelerate", "SIGTERM"), ("fabric", "exit"), ("megatron", "exception")}
+"""Marked slow; the others run at night, with the frameworks."""
+
+CASES = [
+    pytest.param(
+        name,
+        way,
+        marks=pytest.mark.slow if (name, way) in IN_THE_GATE else pytest.mark.frameworks,
+    )
+    for name in PROGRAMS
+    for way in ("return", *asleep.WAYS)
+]
+
+CYCLED = [
+    pytest.param(name, marks=pytest.mark.slow if name == "megatron" else pytest.mark.frameworks)
+    for name in PROGRAMS
+]
+
+LIMIT_S = 240.0
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"}
+PATHS = os.pathsep.join(map(str, (ROOT, HELPERS)))
+NOTICES = re.compile(
+    r"hostname of the client socket cannot be retrieved"
+    r"|^\[Gloo\] Rank \d is connected to "
+    r"|asleep\.py|^ +[~^]+$|site-packages|Warning: |^\s+warnings\.warn"
+)
+"""Lines that differ from run to run, and those of the helper."""
+
+
+class Ended(NamedTuple):
+    codes: list[int]
+    stderr: list[str]
+
+
+def run(program: Program, folder: Path, *before: object) -> Ended:
+    """Run a program on its ranks, by the helper in ``before``, until all have ended."""
+    folder.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    size = str(program.ranks)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": size}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": size, **OFFLINE}
+    command = [sys.executable, *map(str, before), str(program.script), str(folder)]
+    ranks = []
+    for rank in range(program.ranks):
+        environment = {**clean_environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (folder / f"stderr.{rank}").open("w") as stderr:
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment, "PYTHONPATH": PATHS},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                )
+            )
+    try:
+        codes = [rank.wait(LIMIT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    texts = [(folder / f"stderr.{rank}").read_text() for rank in range(program.ranks)]
+    return Ended(codes, [_plain(text) for text in texts])
+
+
+def _plain(stderr: str) -> str:
+    """What was printed, without the lines of the helper and of torch's notices."""
+    lines = (re.sub(r"^\[rank\d\]: ?", "", line) for line in stderr.splitlines())
+    kept = [line for line in lines if line.strip() and not NOTICES.search(line)]
+    return "\n".join(line for line in kept if not line.startswith("    "))
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_a_program_ends_while_its_groups_are_offloaded(name: str, way: str, tmp_path: Path) -> None:
+    """Exit codes and what is printed are those of the program without reloadpg; nothing hangs."""
+    program, helper = PROGRAMS[name], HELPERS / "asleep.py"
+    plain = run(program, tmp_path / "plain", helper, way, 0)
+    codes = {"return": 0, "exception": 1, "exit": 3, "SIGTERM": -15, "SIGINT": -2}
+    assert plain.codes == [codes[way]] * program.ranks, plain
+    assert run(program, tmp_path / "asleep", helper, way, 1) == plain
+
+
+@pytest.mark.parametrize("name", CYCLED)
+def test_a_program_with_a_cycle_after_every_step_is_bit_equal(name: str, tmp_path: Path) -> None:
+    """Losses and weights of every rank. (JSON keeps a float exactly.)"""
+    program, folders = PROGRAMS[name], [tmp_path / "plain", tmp_path / "cycled"]
+    plain = run(program, folders[0])
+    assert plain.codes == [0] * program.ranks, plain
+    cycled = run(program, folders[1], HELPERS / "cycling.py", folders[1], "--every-step")
+    assert cycled == plain
+    before, after = (ranks_of(folder, "training") for folder in folders)
+    assert len(before) == program.ranks
+    assert after == before
+    for rank in ranks_of(folders[1], "cycles"):
+        assert rank["steps"] >= 8
+        assert [one["generation"] for one in rank["cycles"]] == [*range(1, rank["steps"] + 1)]
+        assert {(one["refused"], *one["states"]) for one in rank["cycles"]} == {
+            ("GroupOffloadedError", "live")
+        }
+        assert all(one["released"] for one in rank["cycles"])
