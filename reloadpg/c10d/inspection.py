@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import torch
 from torch._C import _distributed_c10d as _cpp
 from torch.distributed import distributed_c10d as _c10d
 
@@ -71,14 +72,23 @@ def unfinished_collectives(most: int) -> list[str]:
     return texts
 
 
-def symmetric_memory_groups() -> dict[str, tuple[str, str]]:
-    """The names of the groups with symmetric memory, each with the module and the function.
+def symmetric_memory_groups() -> dict[str, tuple[str, str, bool]]:
+    """The groups with symmetric memory: their names, each with the module, "", and what it holds.
 
     ``enable_symm_mem_for_group`` keeps each group's store by its name (seen on 2.8 to 2.15).
+
+    The last value says whether torch keeps the group's communicator, which is so with its NCCL
+    backend: C++ keeps communicators and windows by the group's name, and no function drops them
+    (read in sources of 2026; in 2.14.1 and 2.15.0 the manager of communicators is in the library).
+    With the backends CUDA and NVSHMEM the memory belongs to the tensors.
     """
-    module = sys.modules.get("torch.distributed._symmetric_memory")
+    module: Any = sys.modules.get("torch.distributed._symmetric_memory")
     names = list(getattr(module, "_group_name_to_store", ()))
-    return dict.fromkeys(names, ("torch.distributed._symmetric_memory", ""))
+    if not names:
+        return {}
+    backend = getattr(module, "get_backend", None)  # not in 2.8, which has no NCCL backend
+    raw = backend is not None and backend(torch.device("cuda")) == "NCCL"
+    return dict.fromkeys(names, ("torch.distributed._symmetric_memory", "", raw))
 
 
 def is_coalescing(group: object) -> bool:

@@ -386,7 +386,8 @@ _HOLDERS = {
     "transformer_engine": (
         "TransformerEngine takes the communicators of expert-parallel groups, and its userbuffers "
         "hold memory",
-        "end both before an offload: reloadpg.on_generation(group, before=..., after=...)",
+        "let both follow their groups: expert_parallel() and userbuffers() of "
+        "reloadpg.integrations.transformer_engine",
     ),
     "nccl.core": (
         "nccl4py takes communicators out of groups by their pointers",

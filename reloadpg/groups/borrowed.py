@@ -208,7 +208,9 @@ def borrowed(groups: Iterable[_Group]) -> tuple[Borrowed, ...]:
             number = loan.lease.generation
             rows.append(Borrowed(name, what, loan.by, loan.where, number, ended, loan.raw))
         if name in shared and group.lends:
-            rows.append(Borrowed(name, "symmetric memory", *shared[name], group.generation))
+            by, where, raw = shared[name]
+            here = group.generation
+            rows.append(Borrowed(name, "symmetric memory", by, where, here, ended=False, raw=raw))
     return tuple(rows)
 
 

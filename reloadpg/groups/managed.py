@@ -251,8 +251,10 @@ class ManagedGroup:
         return inner
 
     def resume(self) -> None:
-        """Make the suspended group the live one again."""
-        self._make_live(self.current.suspended)
+        """Make the suspended group the live one again, with the timeouts set since."""
+        inner = self.current.suspended
+        c10d.set_timeouts(inner, self._timeouts)
+        self._make_live(inner)
 
     def await_members(self) -> None:
         """Set a group that was created without backends to failed, until ``rejoin``."""

@@ -21,44 +21,32 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .. import on_generation
 from ..errors import InvalidOptionError, ReloadpgError
-from ..extend import check_group, managed
+from . import holders
 
 __all__ = ["Kept", "keep"]
 
-PACKAGE = "deep_ep"
 
+class Kept(holders.Kept):
+    """A DeepEP buffer of a reloadable group; see :func:`keep`."""
 
-class Kept:
-    """A DeepEP buffer of a reloadable group; see :func:`keep`.
+    PACKAGE = "deep_ep"
 
-    Attributes:
-        buffer: the current buffer; None while the group is offloaded, and without ``make``.
-    """
+    @property
+    def buffer(self) -> Any:
+        """The current buffer; None while the group is offloaded, and without ``make``."""
+        return self.value
 
-    def __init__(self, group: Any, make: Callable[[], Any] | None) -> None:
-        self._make = make
-        self.buffer: Any = None
-        self._create()
-        self.end = on_generation(
-            group, before=self._before, after=self._after, name=PACKAGE, package=PACKAGE
-        )
-        """Stop following the group; the buffer is not destroyed. Local, idempotent."""
-
-    def _create(self) -> None:
-        if self._make is None or self.buffer is not None:
-            return
-        buffer = self._make()
-        if not getattr(buffer, "explicitly_destroy", True):
+    def create(self) -> None:
+        super().create()
+        if not getattr(self.value, "explicitly_destroy", True):
             raise InvalidOptionError(
-                f"keep(): {type(buffer).__name__} was created without explicitly_destroy=True, so "
-                "DeepEP cannot free it before the offload. Pass explicitly_destroy=True."
+                f"keep(): {type(self.value).__name__} was created without explicitly_destroy=True, "
+                "so DeepEP cannot free it before the offload. Pass explicitly_destroy=True."
             )
-        self.buffer = buffer
 
-    def _before(self, group: Any, backend: Any) -> None:
-        buffer, self.buffer = self.buffer, None
+    def drop(self, group: Any, *, broken: bool) -> None:
+        buffer, self.value = self.value, None
         if hasattr(buffer, "destroy"):
             buffer.destroy()
         freed = None if buffer is None else weakref.ref(buffer)
@@ -71,15 +59,8 @@ class Kept:
                     f"{type(freed()).__name__} of {group!r} has no destroy() and is still "
                     "referenced, so its memory is not free. Use it through Kept.buffer only."
                 )
-        comm = sys.modules.get(f"{PACKAGE}.utils.comm")
+        comm = sys.modules.get(f"{self.PACKAGE}.utils.comm")
         getattr(comm, "_storage", {}).pop(group, None)
-
-    def _after(self, group: Any, backend: Any) -> None:
-        self._before(group, backend)  # a recovery has ended the generation without a call
-        known = managed(group)
-        if self._make is not None and known is not None:
-            check_group(known, "eager")  # otherwise it has no communicator yet
-        self._create()
 
 
 def keep(group: Any, make: Callable[[], Any] | None = None) -> Kept:

@@ -13,12 +13,61 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import c10d, register_holder
+from .. import c10d, on_generation, register_holder
 from ..c10d.devices import clears_cublas_workspaces
 from ..errors import InvalidOptionError
-from ..extend import managed
+from ..extend import check_group, managed
 
-__all__ = ["cublas_workspaces", "memory_pool"]
+__all__ = ["Kept", "cublas_workspaces", "memory_pool"]
+
+
+class Kept:
+    """Creates something for each generation of a group; the base of the adapters for libraries.
+
+    On all members in one order, it is dropped before an offload that recreates the group, and
+    created by the reload when all groups are live. A suspended group keeps its communicator and
+    what belongs to it.
+
+    Attributes:
+        value: what was created for the current generation; None while the group is offloaded.
+    """
+
+    PACKAGE = ""
+    """The package or module whose handles :meth:`drop` drops: they do not count as borrowed."""
+
+    def __init__(self, group: Any, make: Callable[[], Any] | None) -> None:
+        self._make = make
+        self.value: Any = None
+        self.create()
+        self.end = on_generation(
+            group,
+            before=lambda group, _: self.drop(group, broken=False),
+            after=self._after,
+            name=self.PACKAGE,
+            package=self.PACKAGE,
+        )
+        """Stop following the group; nothing is destroyed. Local, idempotent."""
+
+    def create(self) -> None:
+        """Create the value unless there is one."""
+        if self._make is not None and self.value is None:
+            self.value = self._make()
+
+    def drop(self, group: Any, *, broken: bool) -> None:
+        """Free the value, and what the library keeps for the group. Idempotent.
+
+        Args:
+            group: the group.
+            broken: the communicator has ended already: the job has recovered.
+        """
+        raise NotImplementedError
+
+    def _after(self, group: Any, backend: Any) -> None:
+        self.drop(group, broken=True)  # after a recovery, which has made no call before
+        known = managed(group)
+        if self._make is not None and known is not None:
+            check_group(known, "eager")  # otherwise it has no communicator yet
+        self.create()
 
 
 def cublas_workspaces(*, name: str = "cuBLAS workspaces") -> Callable[[], None]:

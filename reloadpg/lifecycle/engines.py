@@ -18,8 +18,8 @@ the group.
 """
 
 _FREED = {
-    ("vLLM", "pynccl_comm"): "LLM(enable_nccl_comm_suspend=True) and its sleep(), "
-    "with NCCL 2.29.7 or later",
+    ("vLLM", "pynccl_comm"): "reloadpg.integrations.vllm.device_communicators(), or "
+    "LLM(enable_nccl_comm_suspend=True) and its sleep(), with NCCL 2.29.7 or later",
     ("vLLM", "ca_comm"): "LLM(disable_custom_all_reduce=True) leaves it out",
     ("SGLang", "ca_comm"): "Engine(disable_custom_all_reduce=True) leaves it out",
 }

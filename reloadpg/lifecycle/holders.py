@@ -100,7 +100,7 @@ def register_holder(
 
     Args:
         name: name for messages and reports; unique in the process.
-        release: frees the memory.
+        release: frees the memory. It must not destroy reloadable groups; ``restore`` may.
         restore: allocates it again.
         bytes: returns the bytes that it holds now, or None; fast, local.
         group: the group that it uses; None if it uses none.

@@ -190,6 +190,28 @@ def test_a_holder_follows_its_set() -> None:
     assert "of the engine" not in states()
 
 
+@pytest.mark.ranks(2)
+def test_restore_may_destroy_and_create_groups() -> None:
+    """As TransformerEngine's userbuffers do; reloadable ones, which the next offload releases."""
+    world = start()
+    mine = [dist.new_group([0, 1])]
+
+    def restore() -> None:
+        dist.destroy_process_group(mine.pop())
+        mine.append(dist.new_group([0, 1]))
+        dist.all_reduce(torch.ones(1), group=mine[-1])
+
+    reloadpg.register_holder("owner", release=print, restore=restore, collective=True)
+    for _ in range(2):
+        names = {one.name for one in reloadpg.offload().groups}
+        assert names == {world.group_name, mine[0].group_name}
+        reloadpg.reload()
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mine[0])
+        assert total.item() == 2.0
+        assert len(reloadpg.status().groups) == 2
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"name": ""}, {"name": "taken"}, {"release": None}, {"group": 3}, {"set": 3}],

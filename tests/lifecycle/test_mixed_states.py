@@ -74,17 +74,19 @@ class SecondAgreement:
 
     def __init__(self, rank: int, fails: str, store: Any) -> None:
         self.rank, self.fails, self.store = rank, fails, store
+        self.reloads = False
         self.begins = threading.Event()
 
     def answered(self, method: str, key: str) -> None:
         """Called after each request: rank 0 has read the result of the first agreement."""
-        if self.fails and self.rank != CUT and key.endswith("/enter/reader/0"):
+        if self.reloads and self.rank != CUT and key.endswith("/enter/reader/0"):
             if self.fails == "early" and not self.begins.is_set():
                 self.store.wait(["rank 1 has failed"], timedelta(seconds=60))
             self.begins.set()
 
     def fail(self, job: Job) -> None:
         """Reload, and fail before any group is changed."""
+        self.reloads = True
         at_enter: dict[str, Any] = {"action": "call", "operation": "reload.enter"}
         if self.rank != CUT:
             simulated.inject(simulated.Fault("barrier", **at_enter, times=None, call=self._mark))

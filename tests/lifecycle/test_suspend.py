@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,17 @@ def test_patterns_select_the_strategy_of_single_groups(rank: int) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_description_that_is_set_while_suspended_is_kept() -> None:
+def test_what_is_set_while_suspended_holds_after_the_reload() -> None:
     job = Job("sim", **SUSPENDS)
     group = job.groups["WORLD"]
     reloadpg.offload()
     group._set_group_desc("renamed")
+    group._managed.set_timeout(timedelta(seconds=77))
     reloadpg.reload()
-    assert group._managed.communicator.group_desc == "renamed"
+    inner = group._managed.communicator
+    assert inner.group_desc == "renamed"
+    reported = c10d.get_timeouts(inner, tuple(group._managed.construction.devices))
+    assert {timeout.total_seconds() for timeout in reported.values()} == {77}
     assert job.sums()
 
 

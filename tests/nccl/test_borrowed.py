@@ -55,16 +55,18 @@ def trained(rank: int, create: Callable[[Any], Any], cycles: int = 2) -> list[st
     return [str(one) for one in [*found, create(group).dispatch()]]
 
 
-def _unprotected(rank: int, size: int) -> list[str]:
-    start(rank, borrowed="ignore")
+def _unprotected(rank: int, size: int, policy: str) -> list[str]:
+    start(rank, borrowed=policy)
     return trained(rank, buffer_of)
 
 
+@pytest.mark.parametrize("policy", ["ignore", "warn"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_without_a_policy_a_released_communicator_is_used(engine: str) -> None:
+def test_without_protection_a_released_communicator_is_used(engine: str, policy: str) -> None:
     """The defect: the cache of the library hits after a reload. The stand-in names the caller."""
+    job = {"standins": True, "timeout": 120, "env": engine_variables(engine)}
     with pytest.raises(RanksFailedError, match="after its release") as caught:
-        run_ranks(_unprotected, 2, standins=True, timeout=120, env=engine_variables(engine))
+        run_ranks(_unprotected, 2, args=(policy,), **job)
     text = str(caught.value)
     assert "ncclCommCount uses communicator" in text
     assert 'deep_ep/utils/comm.py", line' in text
@@ -157,6 +159,64 @@ def test_the_integration_drops_the_communicator(engine: str, rank: int) -> None:
     reloadpg.recovery.recover("a test")
     assert kept.buffer.dispatch() == 2
     reloadpg.offload()
+
+
+@on_engines(2)
+def test_expert_parallelism_is_bootstrapped_again(engine: str, rank: int) -> None:
+    """TransformerEngine keeps one communicator per process, and reads it in its end.
+
+    Without the integration it is known as borrowed, and so is another holder in the package. A
+    recovery cannot end it, and says so.
+    """
+    from reloadpg.integrations.transformer_engine import expert_parallel
+
+    start(rank, borrowed="refuse")
+    sys.path.insert(0, str(PACKAGES))
+    from transformer_engine.pytorch import ep  # type: ignore[import-not-found]
+
+    group = dist.new_group([0, 1])
+    summed(group, rank)
+    ep.ep_bootstrap(group, num_experts=4)
+    with pytest.raises(BorrowedError, match=r"taken by transformer_engine.pytorch.ep \(ep.py:"):
+        reloadpg.offload()
+    ep.ep_finalize()
+    expert_parallel(group, lambda: ep.ep_bootstrap(group, num_experts=4))
+    for _ in range(2):
+        assert ep.ep_dispatch() == 2
+        reloadpg.offload()
+        assert standins.communicators() == 0
+        with pytest.raises(RuntimeError, match="requires ep_bootstrap"):
+            ep.ep_dispatch()
+        reloadpg.reload()
+    assert ep.sizes == [2, 2, 2]
+    scope = {"__name__": "transformer_engine.pytorch.optimizers", "group": group, "torch": torch}
+    exec("group._get_backend(torch.device('cuda'))._comm_ptr()", scope)
+    with pytest.raises(BorrowedError, match=r"taken by transformer_engine.pytorch.optimizers "):
+        reloadpg.offload()
+    with pytest.raises(reloadpg.ReloadpgError, match=r"cannot be finalized.*Restart"):
+        reloadpg.recovery.recover("a test")
+
+
+@pytest.mark.skipif(not CAN_SUSPEND, reason="this torch has no NCCL backend for it")
+@on_engines(2)
+def test_symmetric_memory_over_nccl_keeps_its_group_suspended(engine: str, rank: int) -> None:
+    """torch keeps the communicator by the group's name, and nothing drops it."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    start(rank)
+    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    for one in (group, other):
+        summed(one, rank)
+    symmetric_memory.enable_symm_mem_for_group(group.group_name)  # type: ignore[union-attr]
+    assert [one.raw for one in reloadpg.status().borrowed] == [False]  # by default it is CUDA
+    symmetric_memory.set_backend("NCCL")
+    assert [one.raw for one in reloadpg.status().borrowed] == [True]
+    report = reloadpg.offload()
+    strategies = {one.name: one.strategy for one in report.groups}
+    assert strategies[group.group_name] == "suspend"  # type: ignore[union-attr]
+    assert strategies[other.group_name] == "recreate"  # type: ignore[union-attr]
+    reloadpg.reload()
+    assert summed(group, rank) == 3.0
 
 
 @on_engines(2)
