@@ -824,8 +824,8 @@ EXPORT ncclResult_t ncclCommSplit(
   };
   if (parent->real) comm->create_real = split;
   if (color == NCCL_SPLIT_NOCOLOR) {
-    ncclResult_t result = create_real(comm.get());
-    return result ? result : agree();
+    ncclResult_t result = agree();  // in the order of the members: both wait for all ranks
+    return result ? result : create_real(comm.get());
   }
   return create(comm, 0, out, agree);
 }
