@@ -116,20 +116,21 @@ def modes(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Random programs with faults and ends: 200 on gloo, and 100 on each NCCL engine of 2.15.0.
+    """Random programs with faults: 200 on gloo, 20 on two hosts, 100 on each engine of NCCL.
 
     Another number, and no NCCL: ``FAULT_PROGRAMS=20 nox -s faults -- gloo``.
     """
     every = ("-m", "slow or not slow", "-n", "2", "--dist", "load")
     for count, torch, options, files in (
         ("200", "2.13.0", (), ("lifecycle/test_job_ends", "lifecycle/test_properties")),
+        ("20", "2.13.0", (), ("lifecycle/test_two_hosts",)),  # in network namespaces, as root
         (
             "100",
             "2.15.0",
             ("--reloadpg-standins",),
             ("nccl/test_job_ends", "nccl/test_fault_programs"),
         ),
-    )[: 1 if "gloo" in session.posargs else 2]:
+    )[: 2 if "gloo" in session.posargs else 3]:
         session.install(f"torch=={torch}", "-e", ".[test-core]", "hypothesis")
         env = {"FAULT_PROGRAMS": count, "PROPERTY_EXAMPLES": count, **os.environ}
         paths = [f"tests/{name}.py" for name in files]
