@@ -81,11 +81,11 @@ def test_a_suspend_calls_rccl_where_it_has_the_functions(tmp_path: Path) -> None
     other: Any = ProcessGroupNCCL(0x6000)
     assert c10d.suspend_obstacle(group) == ""
     for _ in range(2):
-        c10d.suspend(group)
-        c10d.resume(group)
+        c10d.suspend_backend(group)
+        c10d.resume_backend(group)
     assert [library.calls(which) for which in range(2)] == [2, 2]
     with pytest.raises(RuntimeError, match="ncclCommSuspend: invalid usage"):
-        c10d.suspend(other)
+        c10d.suspend_backend(other)
 
 
 @pytest.mark.ranks(1)

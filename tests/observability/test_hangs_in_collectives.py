@@ -46,7 +46,8 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_group(rank: int, tmp_p
         assert one.message.startswith(f"ranks 0-1, 3 in collective 2 of group '{group.group_name}'")
         assert one.message.endswith(" s; rank 2 has begun 1")
         late, waiting = one.remedy.splitlines()
-        assert late.startswith("rank 2 is in test_a_rank_that_skips")
+        assert late.startswith("rank 2 is in ")  # it may be reading the records
+        assert "test_a_rank_that_skips" in late
         assert waiting.startswith("rank 0 is in all_reduce (torch/distributed/distributed_c10d.py:")
         assert "), called by test_a_rank_that_skips" in waiting
         assert "c10d_logger" not in waiting  # torch's decorator around it
