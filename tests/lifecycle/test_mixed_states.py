@@ -43,7 +43,9 @@ def with_a_cut_link(rank: int, size: int, point: str, wait: bool, fails: str = "
     second = SecondAgreement(rank, fails, store.clone())
     watched = WatchedStore(store, watch=lambda *_: link.wait(), answered=second.answered)
     job = Job(subgroups=((0, 1), (1, 0)), timeout=BOUND_S, store=(watched, size))
-    reloadpg.register_holder("buffer", release=list, restore=list, group=job.groups["g0"])
+    holds = point != "reload.enter"  # a rank says that it restores holders before it is counted
+    if holds:
+        reloadpg.register_holder("buffer", release=list, restore=list, group=job.groups["g0"])
     if rank == CUT:
         interfere(point, link.clear)
     if not point.startswith("offload"):
@@ -52,7 +54,7 @@ def with_a_cut_link(rank: int, size: int, point: str, wait: bool, fails: str = "
     ends = ENDS[point]
     assert seen.kind == "RendezvousTimeoutError", seen
     assert seen.seconds < BOUND_S + ALLOWANCE
-    assert job.states() == {ends[rank]}, seen
+    assert job.states() == {ends[rank]}, (job.states(), seen)
     link.set()
     meet("the operation has ended", size, store=store.clone())
     if fails:
@@ -60,7 +62,7 @@ def with_a_cut_link(rank: int, size: int, point: str, wait: bool, fails: str = "
     report = reloadpg.reload() if wait else reloadpg.reload(wait=False).result()
     assert ("disagreed on the state" in "".join(report.warnings)) == ("live" in ends)
     job.assert_live()
-    assert [one.state for one in reloadpg.status().holders] == ["held"]
+    assert [holder.state for holder in reloadpg.status().holders] == ["held"] * holds
     job.agree("end", (reloadpg.status().generation, job.generations()))
     job.cycle()
     dist.destroy_process_group()
