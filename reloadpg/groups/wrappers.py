@@ -204,8 +204,8 @@ def _manage(
     if set_name is None:
         registry.without_set.add(group)
         return group
-    obstacle = _obstacle(group, size)
-    if obstacle:
+    # Every member comes here: no call for the groups of torch itself.
+    if type(group) is not ProcessGroup and (obstacle := _obstacle(group, size)):
         registry.left_alone[group] = obstacle
         return group
     if call is None:
