@@ -210,7 +210,7 @@ def _answers(group, mesh):
         "default device": str(c10d._get_pg_default_device(group)),
         "bound": group.bound_device_id,
         "hooks": group._has_hooks(),
-        "store": group.get_group_store() is not None,
+        "store": getattr(group, "get_group_store", int)() is not None,  # since torch 2.9
         "hash": hash(group),
         "equal": group == group,
         "known": group in c10d._world.pg_map,
