@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..texts import warn
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
-from .proxy import GroupState, ReloadableProcessGroup
+from .offloaded import Offloaded
+from .proxy import ReloadableProcessGroup
 from .registry import bypass_of, registry
 from .replacement import is_without_backends, split_alone
 from .sets import TRAINER
@@ -23,8 +24,6 @@ from .sets import TRAINER
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
 """Takes one of torch's functions and returns the function that replaces it."""
-
-_LIVE = GroupState.LIVE  # faster than looking up the member each time
 
 _UNCHANGED = frozenset({list, tuple, range, type(None)})
 """Types of ``ranks`` that torch does not change and that can be read twice."""
@@ -58,9 +57,8 @@ def _new_group(wrapped: Function) -> Function:
         call = None
         thread.verbatim = True
         try:
-            if type(world) is ReloadableProcessGroup and (
-                world._managed.under_way or world._managed.state is not _LIVE
-            ):
+            # The placeholder: WORLD is not live, or an operation has exclusive use of it.
+            if type(world) is ReloadableProcessGroup and type(world._inner) is Offloaded:
                 call = Call.capture(wrapped, args, kwargs)
                 group = _create_alone(call)
             elif type(ranks) in _UNCHANGED:  # non-members copy nothing
