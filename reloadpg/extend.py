@@ -1,4 +1,4 @@
-"""What integrations and other packages may build on, beyond the functions that programs call.
+"""The interface for integrations and other packages, beyond the functions that programs call.
 
 The modules of ``reloadpg.integrations`` and ``reloadpg.observability`` use these names, the public
 functions, ``errors``, ``reports``, ``recovery``, ``environment`` and the shared helpers of the

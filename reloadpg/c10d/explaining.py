@@ -1,4 +1,4 @@
-"""What ``reloadpg explain`` uses of torch's private names, in a process that runs one rank alone.
+"""Torch's private names that ``reloadpg explain`` uses, in a process that runs one rank alone.
 
 Not imported with the other modules: torch's fake backend is part of its test utilities.
 """

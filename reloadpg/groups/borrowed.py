@@ -1,4 +1,4 @@
-"""What other code takes out of a reloadable group, and holds when a generation of it ends.
+"""Objects that other code takes out of a reloadable group, and holds when a generation ends.
 
 Plain torch creates a new object when a group is recreated, so a library that caches a communicator
 by the group misses its cache. A reloadable group keeps its identity, so the cache hits. DeepEP V2

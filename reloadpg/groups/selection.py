@@ -285,5 +285,5 @@ class StrategyPolicy:
         return f"{self.name} ({', '.join(given)})" if given else self.name
 
     def anchors(self, name: str, desc: str) -> bool:
-        """Whether a group may stay alive in an offload, as the last one of a rank. Local, pure."""
+        """Whether a group may stay alive in an offload, as the last one of a rank."""
         return fnmatchcase(desc, self.anchor) or fnmatchcase(name, self.anchor)

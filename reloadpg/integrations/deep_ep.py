@@ -27,7 +27,7 @@ from . import holders
 __all__ = ["Kept", "keep"]
 
 
-class Kept(holders.Kept):
+class Kept(holders.GroupResource):
     """A DeepEP buffer of a reloadable group; see :func:`keep`."""
 
     PACKAGE = "deep_ep"

@@ -18,10 +18,10 @@ from ..c10d.devices import clears_cublas_workspaces
 from ..errors import InvalidOptionError
 from ..extend import check_group, managed
 
-__all__ = ["Kept", "cublas_workspaces", "memory_pool"]
+__all__ = ["GroupResource", "cublas_workspaces", "memory_pool"]
 
 
-class Kept:
+class GroupResource:
     """Creates something for each generation of a group; the base of the adapters for libraries.
 
     On all members in one order, it is dropped before an offload that recreates the group, and

@@ -30,7 +30,7 @@ _EP = "transformer_engine.pytorch.ep"
 _UB = "transformer_engine.pytorch.module.base"
 
 
-class _ExpertParallel(holders.Kept):
+class _ExpertParallel(holders.GroupResource):
     PACKAGE = _EP  # its Newton-Schulz iteration borrows communicators, too
 
     def create(self) -> None:

@@ -29,7 +29,7 @@ def running() -> OperationStatus | None:
 
 @contextmanager
 def between_operations() -> Iterator[bool]:
-    """Whether no operation runs or begins; then none begins within the block. Non-blocking."""
+    """Whether no operation runs or begins; then none begins in the block. Local, non-blocking."""
     lock: Any = registry.lock
     locked = lock.acquire(blocking=False)
     try:

@@ -1,4 +1,4 @@
-"""What one operation changes on this rank: the sets and their groups, as they were and will be."""
+"""The changes of one operation on this rank: its sets and groups, as they were and will be."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ class Transaction:
         self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
         if offloads:
             self.concerned = due.joined(group.set_name for group in self.groups if group.is_live)
-        self._proxies = [group.proxy for group in self.groups]  # none is deleted in its course
         # Ranks that disagree on the state still have the same groups.
         self._planned = self.groups
         if name == "reload":
             self._planned = [g for g in registry.managed() if g.set_name in chosen]
+        # No group is deleted while the operation runs, whichever of these it changes.
+        self._proxies = [group.proxy for group in (*self.groups, *self._planned)]
         self._before = [(s, s.offloaded, s.cycles) for s in job.sets.separate(self.concerned)]
         self._cycles = job.cycles + (not self.was_offloaded)
         self.generations = {group: group.generation for group in self.groups}

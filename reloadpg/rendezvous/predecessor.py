@@ -1,4 +1,4 @@
-"""Whether this process replaces one that has ended, according to the job's store.
+"""A process that replaces one that has ended, according to the job's store.
 
 A process of a recoverable job writes a mark to the store when it begins the job, and another when
 it ends the job. A process that finds another process's mark under its own rank replaces that
