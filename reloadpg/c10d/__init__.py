@@ -27,6 +27,7 @@ from .backends import await_hooks as await_hooks
 from .backends import backend_for as backend_for
 from .backends import completed_work as completed_work
 from .backends import connects_eagerly as connects_eagerly
+from .backends import connects_in_first_use as connects_in_first_use
 from .backends import connects_without_timeout as connects_without_timeout
 from .backends import device_types as device_types
 from .backends import gloo_options as gloo_options

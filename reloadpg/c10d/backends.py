@@ -72,6 +72,17 @@ def connects_eagerly(backend: CppBackend) -> bool:
     return own is not None and (known or own is not CppBackend.eager_connect_single_device)
 
 
+def connects_in_first_use(backend: CppBackend) -> bool:
+    """Whether a backend that has its communicator connects it further in its first collective.
+
+    NCCL then connects the members' buffers within the call, which returns when all members have
+    made it. Two groups used in opposite orders by two ranks hang there. So does a rank whose peer
+    has failed: ``ProcessGroupNCCL2`` holds the lock that its abort needs (torch 2.15.0 over
+    NVIDIA's host code of NCCL 2.30.7, without a GPU).
+    """
+    return type(backend).__name__.startswith("ProcessGroupNCCL")
+
+
 COMPLETION_HOOK = "_register_on_completion_hook"
 """The method of a group that registers a completion hook."""
 

@@ -9,6 +9,7 @@ NCCL's call  waits for                             source
 ============ ===================================== =========================================
 init         all members                           NCCL's user guide
 split        all ranks of the parent               NCCL's user guide
+first use    all members: NCCL connects them       NVIDIA's host code 2.30.7, without a GPU
 finalize     no rank                               NVIDIA's host code 2.30.7, without a GPU
 destroy      the members on this node, if the      the same; user guide ("intra-node collective")
              communicator is connected
@@ -30,6 +31,9 @@ calls that wait are made:
   creates has a separate mutex, and is destroyed.
 * An unknown lock: one group at a time, in the shared order, unless ``install(parallelism=...)``
   says otherwise.
+
+``ProcessGroupNCCL2`` holds its lock in the first use too, so no abort ends that wait. A reload that
+connects groups therefore runs an all-reduce on each.
 
 ``suspend`` and ``resume`` are called without torch's lock. A call that waits for no rank may be
 made under any lock.

@@ -2,8 +2,8 @@
 
 NCCL connects a communicator in its first collective. After a reload, the order of the first
 collectives depends on the data, and expert-parallel jobs deadlocked (miles#823). Connecting all
-communicators in an order that all ranks share cannot deadlock. Several threads may connect without
-a kernel (``eager_connect_single_device``); collectives run one group after the other.
+communicators in an order that all ranks share cannot deadlock. Several threads may create
+communicators (``eager_connect_single_device``); collectives run one group after the other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from ..c10d import (
     backend_for,
     connects_eagerly,
+    connects_in_first_use,
     connects_without_timeout,
     devices,
     is_connected,
@@ -42,8 +43,15 @@ def validate(connect: str | None, caller: str = "reload") -> None:
 
 
 def connects_alone(group: ManagedGroup) -> bool:
-    """Whether the backend of a live group connects without a collective."""
+    """Whether the backend of a live group has a connection without a collective."""
     return connects_eagerly(backend_for(group.proxy, _device(group)))
+
+
+def needs_collective(group: ManagedGroup) -> bool:
+    """Whether only a collective connects a live group entirely."""
+    return not connects_alone(group) or connects_in_first_use(
+        backend_for(group.proxy, _device(group))
+    )
 
 
 def late_connections(groups: Iterable[ManagedGroup]) -> str:
@@ -68,7 +76,7 @@ def late_connections(groups: Iterable[ManagedGroup]) -> str:
 
 
 def connect_group(group: ManagedGroup) -> None:
-    """Connect the communicator of a live group, without a kernel. Collective, idempotent."""
+    """Create the communicator of a live group, without a kernel. Collective, idempotent."""
     device = _device(group)
     backend = backend_for(group.proxy, device)
     if not is_connected(backend):

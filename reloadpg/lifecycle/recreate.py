@@ -21,7 +21,14 @@ from ..groups.proxy import ReloadableProcessGroup, managed
 from ..rendezvous.worker_thread import Attempt, Task, Wait
 from . import holders
 from .callbacks import callbacks
-from .connect import Connect, check_group, connect_group, connects_alone, late_connections
+from .connect import (
+    Connect,
+    check_group,
+    connect_group,
+    connects_alone,
+    late_connections,
+    needs_collective,
+)
 from .job import Job, Unfinished
 from .operation import Operation
 from .suspend import released_backends
@@ -224,7 +231,7 @@ def rebuild(
     back = [g for g in op.changes.groups if g in gone or (connect != "none" and g in resumed)]
     op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
     checked = [
-        g for g in back if connect == "canary" or (connect == "eager" and not connects_alone(g))
+        g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
     op.each("rebuilt", checked, rebuilds.check, parallelism=1)
     op.record.measure("rebuilt")

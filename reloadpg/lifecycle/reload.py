@@ -62,9 +62,9 @@ def reload(
             the same call, even if it is in no group of the set. The default group, which is in
             ``"trainer"``, may stay offloaded.
         connect: ``none`` lets each communicator connect in its first collective. ``eager`` connects
-            all communicators now: at their creation if the backend can connect without a collective
-            (NCCL); otherwise with an all-reduce of two numbers, one after the other in the order
-            that all ranks share. ``canary`` runs that all-reduce on all groups and checks the sum.
+            all communicators now, with an all-reduce of two numbers, one after the other in the
+            order that all ranks share. (NCCL's are created in parallel before; gloo connects at the
+            creation.) ``canary`` runs that all-reduce on all groups and checks the sum.
             None means ``eager`` with ``install(recoverable=True)``, otherwise ``none``: no fault
             can end the connection of an NCCL communicator in its first collective (torch's
             ``ProcessGroupNCCL``), and the timeout of the reload ends it. The report warns of such

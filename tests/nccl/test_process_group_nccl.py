@@ -68,6 +68,20 @@ def test_a_connected_group_is_not_connected_again(
     assert len(memory) == 1
 
 
+@bound_or_not
+@on_engines(2)
+def test_an_eager_reload_connects_as_a_collective_does(engine: str, bound: bool, rank: int) -> None:
+    """NCCL connects in the first collective, in which ranks would wait for each other."""
+    start(rank, bound=bound)
+    group = dist.new_group([0, 1])
+    assert summed(None, rank) == summed(group, rank) == 3.0
+    live = used()
+    reloadpg.offload()
+    reloadpg.reload(connect="eager")
+    assert used() == live
+    assert summed(None, rank) == summed(group, rank) == 3.0
+
+
 def total(ranks: list[list[int]], rank: int) -> float:
     """The sum of ``rank + 1`` over this rank's part."""
     return next(sum(part) + 2.0 for part in ranks if rank in part)
