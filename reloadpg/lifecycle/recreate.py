@@ -347,9 +347,22 @@ def _abort(parts: list[Any]) -> None:
     # the last references are dropped in this thread, not in the caller's.
     with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
         while parts:
-            with suppress(RuntimeError), c10d.group_call():
-                parts[-1].abort()
+            abort_communicator(parts[-1])
             parts.pop()
+
+
+_aborting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+
+
+def abort_communicator(part: Any) -> None:
+    """Abort a group or backend, after another thread that does. Blocking, idempotent.
+
+    NCCL's abort takes up to half a second. ``ProcessGroupNCCL2`` would pass a communicator to it
+    that another thread has just freed (torch 2.15.0 over NVIDIA's host code of NCCL 2.30.7).
+    """
+    lock = _aborting.setdefault(part, threading.Lock())
+    with lock, suppress(RuntimeError), c10d.group_call():
+        part.abort()
 
 
 def _discard(inner: ProcessGroup) -> None:

@@ -32,6 +32,7 @@ from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..lifecycle.connect import await_device, late_connections
 from ..lifecycle.job import Job, Position, jobs
+from ..lifecycle.recreate import abort_communicator
 from ..lifecycle.run import notify
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
@@ -581,7 +582,7 @@ def _abort_on_request(job: Job, block_ended: threading.Event) -> None:
         communicators = [group.communicator for group in registry.managed()]
         if job.rendezvous.recovery_requested(every / 2) and not block_ended.is_set():
             for communicator in filter(None, communicators):
-                Task(communicator.abort, "abort")
+                Task(partial(abort_communicator, communicator), "abort")
             return
 
 

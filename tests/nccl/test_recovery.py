@@ -18,6 +18,8 @@ import reloadpg
 from reloadpg.cli.job import JobView
 from reloadpg.cli.records import read_directory
 from reloadpg.observability import publish_status
+from reloadpg.testing import standins
+from reloadpg.testing.standins import Fault
 
 pytestmark = [
     pytest.mark.standins,
@@ -91,8 +93,12 @@ class Injected(Exception):
 
 @pytest.mark.ranks(2, standins=True, timeout=240)
 def test_a_wait_for_the_device_ends_when_a_peer_requests_a_recovery(rank: int) -> None:
-    """Before the timeout of the collective that the peer does not join."""
+    """Before the timeout of the collective that the peer does not join.
+
+    The recovery does not abort a communicator again while NCCL aborts it, which takes long.
+    """
     torch.cuda.set_device(rank)
+    standins.inject(Fault("delay", "abort", seconds=1.0))
     reloadpg.install(recoverable=True, timeout=600)
     dist.init_process_group("nccl", timeout=timedelta(seconds=600))
     dist.all_reduce(torch.ones(1, device="cuda"))  # connected: an abort cannot end NCCL's init

@@ -694,13 +694,13 @@ ncclResult_t end_all(const std::vector<DeferredEnd>& ends) {
 }
 
 ncclResult_t end_or_defer(const Comm& comm, bool abort) {
+  if (abort) {  // NCCL sets this flag first
+    comm->aborted = true;
+    if (comm->shared) comm->shared->changed();
+  }
   if (!t_group_depth) {
     ncclResult_t result = fault(abort ? "abort" : "destroy", comm);
     return result ? result : end(comm, abort);
-  }
-  if (abort) {  // NCCL sets this flag in the call
-    comm->aborted = true;
-    if (comm->shared) comm->shared->changed();
   }
   t_ends.push_back({comm, abort});
   return ncclSuccess;
