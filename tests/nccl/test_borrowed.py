@@ -219,6 +219,32 @@ def test_symmetric_memory_over_nccl_keeps_its_group_suspended(engine: str, rank:
     assert summed(group, rank) == 3.0
 
 
+@pytest.mark.skipif(not CAN_SUSPEND, reason="this torch has no NCCL backend for it")
+@on_engines(2)
+def test_a_tensor_of_symmetric_memory_is_known_by_its_rendezvous(engine: str, rank: int) -> None:
+    """torch takes the communicator in C++; ``enable_symm_mem_for_group`` was not called."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    start(rank)
+    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    for one in (group, other):
+        summed(one, rank)
+    symmetric_memory.set_backend("NCCL")
+    tensor = symmetric_memory.empty(16, device=torch.device("cuda", rank))
+    assert reloadpg.status().borrowed == ()
+    handle = symmetric_memory.rendezvous(tensor, group.group_name)  # type: ignore[union-attr]
+    assert handle.world_size == 2
+    (row,) = reloadpg.status().borrowed
+    assert (row.group, row.what, row.by) == (group.group_name, "symmetric memory", __name__)  # type: ignore[union-attr]
+    assert row.raw
+    report = reloadpg.offload()
+    strategies = {one.name: one.strategy for one in report.groups}
+    assert strategies[group.group_name] == "suspend"  # type: ignore[union-attr]
+    assert strategies[other.group_name] == "recreate"  # type: ignore[union-attr]
+    reloadpg.reload()
+    assert summed(group, rank) == 3.0
+
+
 @on_engines(2)
 def test_a_warning_names_what_is_used_after_free(engine: str, rank: int) -> None:
     start(rank, borrowed="warn")
