@@ -156,9 +156,11 @@ def test_the_integration_drops_the_communicator(engine: str, rank: int) -> None:
         assert {one.strategy for one in report.groups} == {"recreate"}
         reloadpg.reload()
         assert group.generation == cycle + 1  # type: ignore[union-attr]
-    reloadpg.recovery.recover("a test")
+    reloadpg.recovery.recover("a test")  # whose communicators have ended before the callbacks
     assert kept.buffer.dispatch() == 2
+    assert module.buffers.alive == ["elastic"]
     reloadpg.offload()
+    assert standins.uses_after_release() == []
 
 
 @on_engines(2)
