@@ -53,12 +53,12 @@ VARIABLES = frozenset(
 
 
 def is_off(environ: Mapping[str, str]) -> bool:
-    """Whether ``RELOADPG=off`` is set. Local, pure."""
+    """Whether ``RELOADPG=off`` is set."""
     return environ.get(OFF, "").strip().lower() in _OFF_VALUES
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """List the variables that are set, begin with ``RELOADPG_``, and mean nothing. Local, pure."""
+    """List the variables that are set, begin with ``RELOADPG_``, and mean nothing."""
     return sorted(
         f"{name}{did_you_mean(name, VARIABLES)}"
         for name, value in environ.items()
@@ -96,7 +96,7 @@ def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
 def as_timedelta(
     value: timedelta | float, name: str, nothing: str = "nothing was started"
 ) -> timedelta:
-    """Convert a caller's timeout. Local, pure.
+    """Convert a caller's timeout.
 
     Args:
         value: a timedelta, or seconds as a number of Python or NumPy.
@@ -119,7 +119,7 @@ def as_timedelta(
 
 
 def as_integer(value: object) -> int | None:
-    """Convert an integer of Python or NumPy, or an integer tensor of one element. Local, pure.
+    """Convert an integer of Python or NumPy, or an integer tensor of one element.
 
     None if it is another value, or a bool. Strings of digits are not converted.
     """
@@ -130,7 +130,7 @@ def as_integer(value: object) -> int | None:
 
 
 def as_flag(value: object, name: str, nothing: str = "nothing was started") -> bool:
-    """Convert a bool of Python, NumPy or a tensor. Local, pure.
+    """Convert a bool of Python, NumPy or a tensor.
 
     Raises:
         InvalidOptionError: another value; a string such as "False" would count as true.
@@ -148,7 +148,7 @@ def _item(value: object) -> object:
 
 
 def as_names(value: object) -> tuple[str, ...] | None:
-    """Convert a string, or an iterable of strings. Local, pure. None if it is another value."""
+    """Convert a string, or an iterable of strings. None if it is another value."""
     if isinstance(value, str):
         return (str(value),)
     found: tuple[object, ...] = (None,)

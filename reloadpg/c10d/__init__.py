@@ -65,12 +65,14 @@ from .engine_variables import torchcomms_obstacle as torchcomms_obstacle
 from .gloo_sockets import await_peers as await_peers
 from .gloo_sockets import drop_inherited_connections as drop_inherited_connections
 from .gloo_sockets import shut_connections as shut_connections
+from .inspection import SYMMETRIC_MEMORY as SYMMETRIC_MEMORY
 from .inspection import is_coalescing as is_coalescing
 from .inspection import on_collective_error as on_collective_error
 from .inspection import register_debug_handler as register_debug_handler
 from .inspection import registered as registered
 from .inspection import skip_in_compiled_code as skip_in_compiled_code
 from .inspection import symmetric_memory_groups as symmetric_memory_groups
+from .inspection import symmetric_memory_keeps_communicators as symmetric_memory_keeps_communicators
 from .inspection import table_sizes as table_sizes
 from .inspection import unfinished_collectives as unfinished_collectives
 from .locks import LOCKS as LOCKS

@@ -74,6 +74,9 @@ def unfinished_collectives(most: int) -> list[str]:
     return texts
 
 
+SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
+
+
 def symmetric_memory_groups() -> dict[str, tuple[str, str, bool]]:
     """The groups with symmetric memory: their names, each with the module, "", and what it holds.
 
@@ -84,13 +87,16 @@ def symmetric_memory_groups() -> dict[str, tuple[str, str, bool]]:
     (read in sources of 2026; in 2.14.1 and 2.15.0 the manager of communicators is in the library).
     With the backends CUDA and NVSHMEM the memory belongs to the tensors.
     """
-    module: Any = sys.modules.get("torch.distributed._symmetric_memory")
-    names = list(getattr(module, "_group_name_to_store", ()))
-    if not names:
-        return {}
-    backend = getattr(module, "get_backend", None)  # not in 2.8, which has no NCCL backend
-    raw = backend is not None and backend(torch.device("cuda")) == "NCCL"
-    return dict.fromkeys(names, ("torch.distributed._symmetric_memory", "", raw))
+    names = list(getattr(sys.modules.get(SYMMETRIC_MEMORY), "_group_name_to_store", ()))
+    raw = bool(names) and symmetric_memory_keeps_communicators()
+    return dict.fromkeys(names, (SYMMETRIC_MEMORY, "", raw))
+
+
+def symmetric_memory_keeps_communicators() -> bool:
+    """Whether symmetric memory, which is loaded, uses its NCCL backend. Local."""
+    # Torch 2.8 has neither this function nor an NCCL backend.
+    backend = getattr(sys.modules[SYMMETRIC_MEMORY], "get_backend", None)
+    return backend is not None and backend(torch.device("cuda")) == "NCCL"
 
 
 def is_coalescing(group: object) -> bool:

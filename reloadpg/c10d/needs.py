@@ -457,7 +457,7 @@ NEEDS: tuple[Need, ...] = (
     *_rows(_C10D, "_new_window", "the caller of a window is known", "borrowed", (2, 15)),
     *_rows(
         "torch.distributed._symmetric_memory",
-        "_group_name_to_store",
+        "_group_name_to_store rendezvous",
         "groups with symmetric memory are known",
         "borrowed",
     ),

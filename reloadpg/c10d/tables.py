@@ -7,7 +7,8 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -114,8 +115,10 @@ def device_backends(group: ProcessGroup) -> dict[str, str]:
 
 
 @cache
-def _devices_of(config: str) -> dict[str, str]:
-    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)  # type: ignore[misc]
+@lru_cache(maxsize=64)  # a job has thousands of groups, and a few configurations
+def _devices_of(config: str) -> Mapping[str, str]:
+    pairs = [pair.split(":", 1) for pair in config.split(",") if ":" in pair]
+    return MappingProxyType(dict(pairs))
 
 
 def is_non_member(result: object) -> bool:

@@ -44,7 +44,10 @@ _OURS_ALONE = frozenset(name[:-1] for name in OURS)
 THROUGH = frozenset({"get_backend_impl", "_new_window"})
 """Functions of torch that return to their caller what they take out of a group."""
 
-_RAW = {"_comm_ptr": "communicator pointer", "comm_ptr": "communicator pointer"}
+_RAW = {
+    **dict.fromkeys(("_comm_ptr", "comm_ptr"), "communicator pointer"),
+    "rendezvous": "symmetric memory",
+}
 _HOOKS = {"register_abort_hook": "abort hook", "register_mem_pool": "memory pool"}
 
 

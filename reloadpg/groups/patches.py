@@ -19,7 +19,7 @@ import wrapt
 from .. import c10d
 from ..texts import warn
 from .registry import registry
-from .wrappers import Wrapper, wrappers
+from .wrappers import Wrapper, recording_rendezvous, wrappers
 
 
 def _wrapped(name: str, original: Any, wrapper_of: Wrapper) -> Any:
@@ -87,7 +87,17 @@ class Patches:
             raise
         return applied
 
-    def patch_savers(self) -> None:
+    def patch_loaded_late(self) -> None:
+        """Wrap functions of modules that torch loads on demand, as far as loaded. Idempotent."""
+        self._patch_savers()
+        original = vars(sys.modules.get(c10d.SYMMETRIC_MEMORY, object)).get("rendezvous")
+        if original is not None and all(p.replacement is not original for p in self.patches):
+            replacement = recording_rendezvous(original)
+            for owner, attribute, _ in list(_bindings([id(original)])):
+                self.patches.append(_Patch(owner, attribute, original, replacement))
+                setattr(owner, attribute, replacement)
+
+    def _patch_savers(self) -> None:
         """Record asynchronous saves from now on, once the module that starts them is loaded."""
         if lacking := c10d.missing("saves"):
             if "saves" not in registry.warned:
@@ -144,15 +154,16 @@ def _originals(name: str) -> list[Any]:
 
 
 @functools.cache
-def patch_savers_when_loaded() -> None:
-    """Patch the module that starts asynchronous saves when it is imported. Local, idempotent."""
+def patch_when_loaded() -> None:
+    """Patch the modules that torch loads on demand when they are. Local, idempotent."""
 
     def patch(_: ModuleType) -> None:
         with registry.lock:
             if registry.patches is not None:
-                registry.patches.patch_savers()
+                registry.patches.patch_loaded_late()
 
-    wrapt.register_post_import_hook(patch, c10d.SAVERS)
+    for module in (c10d.SAVERS, c10d.SYMMETRIC_MEMORY):
+        wrapt.register_post_import_hook(patch, module)
 
 
 _noted: dict[int, tuple[ModuleType, int]] = {}

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..texts import warn
+from .borrowed import take
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .offloaded import Offloaded
-from .proxy import ReloadableProcessGroup
+from .proxy import ReloadableProcessGroup, find_group, managed
 from .registry import bypass_of, registry
 from .replacement import is_without_backends, split_alone
 from .sets import TRAINER
@@ -281,6 +282,23 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
         proxy._managed.await_members()
     registry.hooks.after_world(begins=begins)
     return proxy
+
+
+def recording_rendezvous(wrapped: Function) -> Function:
+    """Wrap ``rendezvous`` of symmetric memory: it also records the caller.
+
+    With the NCCL backend, C++ keeps the group's communicator by its name from then on.
+    """
+
+    @wraps(wrapped)
+    def rendezvous(tensor: Any, group: Any) -> Any:
+        handle = wrapped(tensor, group)
+        owner = managed(find_group(group) if isinstance(group, str) else group)
+        if owner is None or not c10d.symmetric_memory_keeps_communicators():
+            return handle
+        return take(owner, "rendezvous", handle)
+
+    return rendezvous
 
 
 # ---------------------------------------------------------------------------------------------

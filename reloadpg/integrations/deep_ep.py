@@ -47,10 +47,13 @@ class Kept(holders.GroupResource):
 
     def drop(self, group: Any, *, broken: bool) -> None:
         buffer, self.value = self.value, None
-        if hasattr(buffer, "destroy"):
-            buffer.destroy()
-        freed = None if buffer is None else weakref.ref(buffer)
         destroys = hasattr(buffer, "destroy")
+        borrows = not getattr(getattr(buffer, "nccl_comm_handle", None), "managed", True)
+        if destroys and not (broken and borrows):
+            buffer.destroy()
+        # Without destroy(), the destructor of V2 frees the buffer. The window, which belongs to
+        # the communicator that has ended, and the pinned workspace stay.
+        freed = None if buffer is None else weakref.ref(buffer)
         del buffer
         if freed is not None and not destroys:  # HybridEP frees its memory in the destructor
             gc.collect()
@@ -72,6 +75,10 @@ def keep(group: Any, make: Callable[[], Any] | None = None) -> Kept:
     when all groups are live. A suspended group keeps its communicator and its buffer. While
     something of DeepEP is kept by this function, ``install(borrowed=...)`` does not count it as
     borrowed.
+
+    After :func:`reloadpg.recovery.recover` the group's communicator has ended. A V2 buffer that
+    borrowed it is dropped without ``destroy``, which would use it. A V1 buffer is destroyed, which
+    needs all of its ranks: restart the job instead if a process was replaced.
 
     Args:
         group: the group that the buffer was created with.

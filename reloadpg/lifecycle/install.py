@@ -15,7 +15,7 @@ from .. import _TESTED_TORCH, c10d
 from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.borrowed import POLICIES
 from ..groups.managed import ManagedGroup
-from ..groups.patches import Patches, patch_savers_when_loaded
+from ..groups.patches import Patches, patch_when_loaded
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
@@ -227,8 +227,8 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
         variables = _recovery_variables(options) if options.recoverable else {}
         patches = Patches.apply()
         registry.options, registry.patches = options, patches
-        patches.patch_savers()
-        patch_savers_when_loaded()
+        patches.patch_loaded_late()
+        patch_when_loaded()
         ManagedGroup.lends = options.borrowed != "ignore"
         registry.by_environment = by_environment
         registry.variables = variables

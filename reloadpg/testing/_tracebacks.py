@@ -34,7 +34,7 @@ def folded_traceback(error: BaseException) -> str:
 
 
 def without_runner(lines: Iterable[str]) -> list[str]:
-    """Remove the runner's frames from stacks that faulthandler wrote. Local, pure.
+    """Remove the runner's frames from stacks that faulthandler wrote.
 
     They are the outermost ones, at the end. What is removed would otherwise take the place of the
     innermost ones, where the user's code crashed.

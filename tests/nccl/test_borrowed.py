@@ -156,9 +156,11 @@ def test_the_integration_drops_the_communicator(engine: str, rank: int) -> None:
         assert {one.strategy for one in report.groups} == {"recreate"}
         reloadpg.reload()
         assert group.generation == cycle + 1  # type: ignore[union-attr]
-    reloadpg.recovery.recover("a test")
+    reloadpg.recovery.recover("a test")  # whose communicators have ended before the callbacks
     assert kept.buffer.dispatch() == 2
+    assert module.buffers.alive == ["elastic"]
     reloadpg.offload()
+    assert standins.uses_after_release() == []
 
 
 @on_engines(2)
@@ -211,6 +213,32 @@ def test_symmetric_memory_over_nccl_keeps_its_group_suspended(engine: str, rank:
     assert [one.raw for one in reloadpg.status().borrowed] == [False]  # by default it is CUDA
     symmetric_memory.set_backend("NCCL")
     assert [one.raw for one in reloadpg.status().borrowed] == [True]
+    report = reloadpg.offload()
+    strategies = {one.name: one.strategy for one in report.groups}
+    assert strategies[group.group_name] == "suspend"  # type: ignore[union-attr]
+    assert strategies[other.group_name] == "recreate"  # type: ignore[union-attr]
+    reloadpg.reload()
+    assert summed(group, rank) == 3.0
+
+
+@pytest.mark.skipif(not CAN_SUSPEND, reason="this torch has no NCCL backend for it")
+@on_engines(2)
+def test_a_tensor_of_symmetric_memory_is_known_by_its_rendezvous(engine: str, rank: int) -> None:
+    """torch takes the communicator in C++; ``enable_symm_mem_for_group`` was not called."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    start(rank)
+    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    for one in (group, other):
+        summed(one, rank)
+    symmetric_memory.set_backend("NCCL")
+    tensor = symmetric_memory.empty(16, device=torch.device("cuda", rank))
+    assert reloadpg.status().borrowed == ()
+    handle = symmetric_memory.rendezvous(tensor, group.group_name)  # type: ignore[union-attr]
+    assert handle.world_size == 2
+    (row,) = reloadpg.status().borrowed
+    assert (row.group, row.what, row.by) == (group.group_name, "symmetric memory", __name__)  # type: ignore[union-attr]
+    assert row.raw
     report = reloadpg.offload()
     strategies = {one.name: one.strategy for one in report.groups}
     assert strategies[group.group_name] == "suspend"  # type: ignore[union-attr]

@@ -981,6 +981,17 @@ EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t handle, ncclWindow_t) {
   return find(handle) ? ncclSuccess : ncclInvalidArgument;
 }
 
+// Null: the memory of other processes, and multicast memory, cannot be accessed.
+EXPORT ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t, int, void** pointer) {
+  *pointer = nullptr;
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t, size_t, void** pointer) {
+  *pointer = nullptr;
+  return ncclSuccess;
+}
+
 EXPORT ncclResult_t ncclWinGetUserPtr(ncclComm_t, ncclWindow_t window, void** pointer) {
   *pointer = window;
   return ncclSuccess;

@@ -19,7 +19,8 @@ class ElasticBuffer:
     def __init__(self, group: Any, *, explicitly_destroy: bool = False) -> None:
         self.group = group
         self.explicitly_destroy = explicitly_destroy
-        self.runtime: Any = get_nccl_comm_handle(group).get()
+        self.nccl_comm_handle = get_nccl_comm_handle(group)
+        self.runtime: Any = self.nccl_comm_handle.get()
         alive.append("elastic")
         events.append("elastic created")
         group.barrier().wait()
@@ -29,11 +30,17 @@ class ElasticBuffer:
         return size_of(self.runtime)
 
     def destroy(self) -> None:
+        """A barrier on the communicator, and the end of a window on it."""
         assert self.explicitly_destroy
         if self.runtime is not None:
+            assert size_of(self.runtime) == self.group.size()
             self.runtime = None
             alive.remove("elastic")
             events.append("elastic destroyed")
+
+    def __del__(self) -> None:
+        if self.runtime is not None:  # the destructor in C++ frees its memory, and no window
+            alive.remove("elastic")
 
 
 class Buffer:

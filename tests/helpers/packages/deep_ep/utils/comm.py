@@ -12,7 +12,9 @@ _storage: dict[Any, NCCLCommHandle] = {}
 
 
 class NCCLCommHandle:
-    """A communicator that was taken from torch."""
+    """A communicator that was taken from torch: DeepEP does not manage it."""
+
+    managed = False
 
     def __init__(self, nccl_comm: int) -> None:
         self.nccl_comm = nccl_comm
