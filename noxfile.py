@@ -31,7 +31,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """The tests marked slow."""
-    install(session, "test")
+    install(session, "test-slow")
     session.run("python", "-m", "pytest", "-m", "slow", *session.posargs)
 
 

@@ -37,13 +37,22 @@ def check(found: list[dict[str, Any]], source: str, world_size: int) -> None:
         assert report["generation"] == 3
 
 
+ACCELERATE = [
+    *(sys.executable, "-m", "accelerate.commands.launch"),
+    *("--num_processes", "1", "--cpu"),
+]
+
+
 @pytest.mark.parametrize(
     "launcher",
     [
         [sys.executable],
         [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")],
         ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
-        [*(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu")],
+        pytest.param(
+            ACCELERATE,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["python", "torchrun", "mpirun", "accelerate"],
 )
@@ -51,8 +60,6 @@ def test_the_example_of_the_page_runs_under_each_launcher(launcher: list[str]) -
     """As it is; ``srun`` is in the test of a cluster."""
     if launcher[0] == "mpirun" and OPENMPI:
         pytest.skip(OPENMPI)
-    if "accelerate" in " ".join(launcher):
-        pytest.importorskip("accelerate")
     check_example(launch(*launcher, EXAMPLE), 2 if {"-n", "--nproc-per-node"} & {*launcher} else 1)
 
 
