@@ -116,14 +116,14 @@ def modes(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Random programs with faults: 200 on gloo, 20 on two hosts, 100 on each engine of NCCL.
+    """Random programs with faults: 200 on gloo, 30 on two hosts, 100 on each engine of NCCL.
 
     Another number, and no NCCL: ``FAULT_PROGRAMS=20 nox -s faults -- gloo``.
     """
     every = ("-m", "slow or not slow", "-n", "2", "--dist", "load")
     for count, torch, options, files in (
         ("200", "2.13.0", (), ("lifecycle/test_job_ends", "lifecycle/test_properties")),
-        ("20", "2.13.0", (), ("lifecycle/test_two_hosts",)),  # in network namespaces, as root
+        ("30", "2.13.0", (), ("lifecycle/test_two_hosts",)),  # in network namespaces, as root
         (
             "100",
             "2.15.0",

@@ -13,7 +13,7 @@ which a restart of a real job waits for, are not in it.
 groups without the model. The fault is between the reload and the first collective of a rebuilt
 group, in which the other ranks are. With a torch that is built for CUDA the groups are NCCL's, over
 stand-ins for CUDA and NCCL, in a default group that is bound to no device;
-``TORCH_DIST_USE_NCCL2=0`` chooses the other NCCL engine of torch 2.15.
+``TORCH_DIST_USE_NCCL2`` chooses the NCCL engine: 0 or 1, on torch 2.14 and later.
 
 Usage: python benchmarks/recovery.py [--check] [--json PATH] [--quick] [--faults N] [--reloads]
 """

@@ -8,6 +8,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ def unfinished_collectives(most: int) -> list[str]:
     They are read from NCCL's flight recorder. Sends and receives are among them; torch does not
     count these with the collectives.
 
-    Seen on 2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the
+    Seen on 2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 to 2.15, where the
     recorder is on by default. ``ProcessGroupNCCL2`` (2.15) has a separate one.
     """
     dump = getattr(_cpp, "_dump_nccl_trace", None)
@@ -59,8 +60,9 @@ def unfinished_collectives(most: int) -> list[str]:
     arguments = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": True}
     entries = pickle.loads(dump(**arguments)).get("entries", [])
     if hasattr(_cpp, "FlightRecorderHook"):
-        other = cast(Any, _cpp)._dump_fr_trace(**arguments, backend="nccl2")
-        entries += pickle.loads(other).get("entries", [])
+        with suppress(TypeError):  # 2.14 has no such argument
+            other = cast(Any, _cpp)._dump_fr_trace(**arguments, backend="nccl2")
+            entries += pickle.loads(other).get("entries", [])
     texts, latest = [], time.time_ns() - _LASTING_NS
     for entry in [entry for entry in entries if entry["time_created_ns"] <= latest][-most:]:
         group = entry["process_group"][0].partition("@")[0]

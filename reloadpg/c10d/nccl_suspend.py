@@ -34,6 +34,9 @@ def suspend_obstacle(backend: CppBackend) -> str:
         return _cumem_obstacle()  # a backend in Python that implements suspend
     if not name.startswith("nccl"):
         return f"backend {name} cannot suspend its communicators"
+    if not hasattr(backend, "_comm_ptr"):  # ProcessGroupNCCL2 of 2.14, which has ``suspend``
+        engine = type(backend).__name__
+        return f"torch {torch.__version__} does not give the communicators of {engine}"
     library = _nccl()
     version = nccl_version()
     if version is not None and version < (2, 29, 7) and not _can_suspend(library):

@@ -94,3 +94,16 @@ def test_an_rccl_without_the_functions_is_an_obstacle(tmp_path: Path) -> None:
     load(tmp_path)
     group: Any = ProcessGroupNCCL(0x5000)
     assert "NCCL 2.28.7 cannot suspend" in c10d.suspend_obstacle(group)
+
+
+@pytest.mark.ranks(1)
+def test_an_engine_that_does_not_give_its_communicator_is_an_obstacle(tmp_path: Path) -> None:
+    """``ProcessGroupNCCL2`` of torch 2.14, which ``TORCH_DIST_USE_NCCL2=1`` chooses there."""
+    load(tmp_path, "-DSUSPENDS")
+
+    class ProcessGroupNCCL2:
+        suspend = staticmethod(ProcessGroupNCCL.suspend)
+        name = ProcessGroupNCCL.name
+
+    backend: Any = ProcessGroupNCCL2()
+    assert "the communicators of ProcessGroupNCCL2" in c10d.suspend_obstacle(backend)

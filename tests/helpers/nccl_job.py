@@ -18,12 +18,16 @@ from torch.torch_version import TorchVersion
 import reloadpg
 from reloadpg.testing import standins
 
-NEW_ENGINE = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
 CAN_SUSPEND = hasattr(torch._C._distributed_c10d.Backend, "suspend")
 CAN_SPLIT_MIXED = TorchVersion(torch.__version__) >= "2.13"
 """Whether ``split_group`` supports a parent with several backends; 2.8.0 does not."""
-ENGINES = ("legacy", "default") if NEW_ENGINE else ("default",)
-"""Torch's implementations of the backend; 2.15 has two."""
+HAS_NCCL2 = hasattr(getattr(dist.distributed_c10d, "ProcessGroupNCCL2", None), "_comm_ptr")
+"""Whether torch has a second implementation of the backend, which gives its communicators.
+
+In torch 2.15 it is the default. That of 2.14 neither gives them nor splits groups by itself.
+"""
+ENGINES = ("legacy", "nccl2") if HAS_NCCL2 else ("legacy",)
+"""Torch's implementations of the backend: ``ProcessGroupNCCL`` and ``ProcessGroupNCCL2``."""
 
 LIMIT = timedelta(seconds=120)
 MIB = 1 << 20
@@ -41,7 +45,7 @@ channels and 70 of 484 with all.
 
 def engine_variables(engine: str) -> dict[str, str]:
     """The variables that choose one of ``ENGINES``."""
-    return {"TORCH_DIST_USE_NCCL2": "0"} if engine == "legacy" else {}
+    return {"TORCH_DIST_USE_NCCL2": "0" if engine == "legacy" else "1"}
 
 
 def on_ranks(size: int, **env: str) -> Any:

@@ -189,4 +189,7 @@ def test_the_interpreter_exits_after_its_pending_operation() -> None:
         """
     )
     assert_quiet(ended, [0, 3])
-    assert [end.printed for end in ended] == ["reload ''\nlive"] * 2
+    if sys.version_info[:2] == (3, 12):  # starts no thread once the main program has ended
+        assert all("can't create new thread at interpreter" in end.printed for end in ended)
+    else:
+        assert [end.printed for end in ended] == ["reload ''\nlive"] * 2

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import worlds
-from nccl_job import NEW_ENGINE
 
 import reloadpg
 from reloadpg import c10d
@@ -61,7 +62,7 @@ def test_a_report_names_settings_that_make_a_release_unsafe(backend: str) -> Non
 )
 def test_keys_of_nccl(rank: int, size: int, more: list[str]) -> None:
     """Unique ids of groups and of pairs are deleted by the member that writes them."""
-    if NEW_ENGINE and rank == 0:
+    if hasattr(dist.distributed_c10d, "ProcessGroupNCCL2") and rank == 0:
         more = [*more, "7@1.1.2/nccl_storekey_0"]
     keys = c10d.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "nccl"}, rank, size)
     assert [key for key in keys if key.rpartition("//")[2] in more] == [
@@ -91,6 +92,39 @@ def test_keys_of_gloo(rank: int) -> None:
         f"{name}//{place}0/{rank}" for name in ("0", "0@1.1.0") for place in ("cpu//", "")
     ]
     assert spent_keys(group, group) == []
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_unfinished_collectives_are_those_of_all_recorders(
+    separate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.14 knows hooks of the recorder, but no recorder of another backend."""
+    entry = {
+        "time_created_ns": 0,
+        "process_group": ("0@1.1.0", ""),
+        "is_p2p": False,
+        "collective_seq_id": 2,
+        "input_sizes": [[3]],
+        "state": "scheduled",
+    }
+
+    def dump(name: str) -> bytes:
+        return pickle.dumps({"entries": [{**entry, "profiling_name": name}]})
+
+    def of_backend(*, backend: str, **_: Any) -> bytes:
+        return dump(f"{backend}:all_gather")
+
+    def of_gloo(*, includeCollectives: bool, includeStackTraces: bool, onlyActive: bool) -> bytes:
+        return dump("gloo:barrier")
+
+    cpp = torch._C._distributed_c10d
+    monkeypatch.setattr(cpp, "_dump_nccl_trace", lambda **_: dump("nccl:all_reduce"), False)
+    monkeypatch.setattr(cpp, "_dump_fr_trace", of_backend if separate else of_gloo)
+    monkeypatch.setattr(cpp, "FlightRecorderHook", object, False)
+    expected = ["all_reduce", "all_gather"][: 1 + separate]
+    assert c10d.unfinished_collectives(9) == [
+        f"{name} [3], number 2 of group '0', scheduled" for name in expected
+    ]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from fault_job import eventually
 from nccl_job import (
     CAN_SUSPEND,
-    NEW_ENGINE,
+    HAS_NCCL2,
+    engine_variables,
     held,
     left_over,
     on_engines,
@@ -83,8 +84,8 @@ def test_the_lock_of_each_engine(engine: str, reloaded: bool, bound: bool, rank:
     assert not other.is_blocked
 
 
-@pytest.mark.skipif(not NEW_ENGINE, reason="no engine of this torch shares a lock")
-@on_ranks(2)
+@pytest.mark.skipif(not HAS_NCCL2, reason="no engine of this torch shares a lock")
+@on_ranks(2, **engine_variables("nccl2"))
 def test_aborts_run_in_parallel(rank: int) -> None:
     """An abort that takes long delays no other one, although their communicators share a lock."""
     start(rank)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import NEW_ENGINE, on_engines
+from nccl_job import on_engines
 from replacing import RANKS, VICTIM, die, incarnation, run_replaced
 
 import reloadpg
@@ -204,8 +204,7 @@ def test_a_loop_warns_of_groups_that_cannot_be_ended_while_they_connect(
             with step:
                 pass
     texts = [str(one.message) for one in seen if "past every timeout" in str(one.message)]
-    first = engine == "legacy" or not NEW_ENGINE
-    assert len(texts) == (how == "new" and first)
+    assert len(texts) == (how == "new" and engine == "legacy")
     assert all(text.startswith("retrying(): 2 groups ") for text in texts)
 
 
@@ -225,7 +224,7 @@ def test_a_reload_warns_of_groups_that_cannot_be_ended_while_they_connect(
         dist.all_reduce(torch.ones(1, device="cuda"))
         return "past every timeout" in "".join(report.warnings)
 
-    first = engine == "legacy" or not NEW_ENGINE
+    first = engine == "legacy"
     dist.all_reduce(torch.ones(1, device="cuda"))
     assert warned(connect="none") == (first and recoverable)
     for step in reloadpg.recovery.retrying(range(1)):

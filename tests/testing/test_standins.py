@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import ENGINES, NEW_ENGINE, engine_variables, on_engines, on_ranks
+from nccl_job import ENGINES, engine_variables, on_engines, on_ranks
 
 from reloadpg.testing import run_ranks, standins
 
@@ -23,12 +23,12 @@ pytestmark = [
 ]
 MIB = 1 << 20
 LIMIT = timedelta(minutes=5)
-LEGACY = {"TORCH_DIST_USE_NCCL2": "0"}
+LEGACY = engine_variables("legacy")
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 def connects_at_creation(engine: str) -> bool:
-    return NEW_ENGINE and engine == "default"
+    return engine == "nccl2"
 
 
 def ranks(fn: Callable[..., Any], size: int, *args: Any, env: dict[str, str]) -> list[Any]:
@@ -344,7 +344,7 @@ def test_a_failed_call_raises_and_has_no_effect(engine: dict[str, str], call: st
     outcome = ranks(faulty, 2, call, env=engine)[0]
     message, mib = outcome.result
     # ProcessGroupNCCL2 (torch 2.15) drops the errors of a shutdown, and destroys after the first.
-    silent = NEW_ENGINE and engine != LEGACY and call in SHUTDOWN
+    silent = engine != LEGACY and call in SHUTDOWN
     assert message == "" if silent else "system error" in message
     assert mib == (0 if silent and call == "finalize" else FAULTY[call])
 
