@@ -95,6 +95,7 @@ from .stores import is_store_host as is_store_host
 from .stores import rendezvous_keys as rendezvous_keys
 from .stores import root_store as root_store
 from .stores import root_store_of_job as root_store_of_job
+from .stores import shut_store_connections as shut_store_connections
 from .tables import GroupRequest as GroupRequest
 from .tables import Unseen as Unseen
 from .tables import backend_class as backend_class

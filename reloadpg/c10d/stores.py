@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -48,6 +49,20 @@ def clone_store(store: Store) -> Store:
     A blocking wait holds the lock of its client, so each thread needs a separate client.
     """
     return cast(Store, cast(Any, store).clone())
+
+
+def shut_store_connections(store: Store) -> None:
+    """Make all requests of this process to the server of a TCPStore fail. Local; Linux only.
+
+    For a process that ends: torch's own client of the same server is shut too.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as duplicate:
+            if duplicate.getpeername()[1:2] == (port,):
+                duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def is_store_host(store: Store, rank: int) -> bool:

@@ -210,7 +210,9 @@ class StoreClient:
         self._connection = None  # an abandoned request, after any interrupt, may hold its lock
         try:
             _await(connection, wait, died)
-            task = Task(partial(question, connection.result()), "store", spare=self._spare)
+            store = connection.result()
+            interrupt = partial(c10d.shut_store_connections, store)
+            task = Task(partial(question, store), "store", spare=self._spare, interrupt=interrupt)
             _await(task, wait, died)
             result = task.result()
         except (PeerDied, ReloadpgError):  # the latter: no thread could be started

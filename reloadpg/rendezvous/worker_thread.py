@@ -70,11 +70,22 @@ class _Exit:
         """
         with self.lock:  # no thread is about to start, which could not be joined
             self.begun = True
-        end = time.monotonic() + _EXIT_S
-        for thread in threading.enumerate():
+        threads = [thread for thread in threading.enumerate() if isinstance(thread, LibraryThread)]
+        for thread in threads:
             if isinstance(thread, SpareThread):
                 thread.dismiss()
-            if isinstance(thread, LibraryThread) and thread is not threading.current_thread():
+        self._join(threads, _EXIT_S)
+        # A request that gets its response a moment later would end the process with SIGABRT.
+        for thread in threads:
+            if isinstance(thread, Task):
+                thread.interrupt()
+        self._join(threads, 1.0)
+
+    @staticmethod
+    def _join(threads: list[LibraryThread], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        for thread in threads:
+            if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
 
 
@@ -256,6 +267,7 @@ class Task(LibraryThread, Generic[T]):
         name: name of the thread.
         daemon: if False, the exit of the interpreter waits until the call has returned.
         spare: makes the call if no thread can be started.
+        interrupt: makes a call that still runs return, when the process ends.
     """
 
     def __init__(
@@ -265,7 +277,9 @@ class Task(LibraryThread, Generic[T]):
         *,
         daemon: bool = True,
         spare: SpareThread | None = None,
+        interrupt: Callable[[], object] | None = None,
     ) -> None:
+        self._interrupt = interrupt
         self._ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -287,11 +301,18 @@ class Task(LibraryThread, Generic[T]):
             self._error = error
         finally:
             del function  # an ended task holds no references
+            self._interrupt = None
             self._ended.set()
 
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
+
+    def interrupt(self) -> None:
+        """Make the call return, if that is known how: the process ends. Local, non-blocking."""
+        interrupt = self._interrupt
+        if interrupt is not None and not self.ended:
+            interrupt()
 
     @property
     def is_current(self) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from fault_job import eventually
@@ -114,3 +116,38 @@ def test_clients_are_connected_ahead_one_at_a_time_until_the_job_ends() -> None:
     pool.connect(3)
     assert len(asked) == 3
     assert pool.connect_ahead(3) == []
+
+
+ENDS_WITH_A_REQUEST = """
+import atexit, os, signal, subprocess, sys, threading
+left = lambda: [one.name for one in threading.enumerate() if one.name == "reloadpg-store"]
+atexit.register(lambda: print("left", left(), flush=True))  # after those of reloadpg
+import torch.distributed as dist
+from reloadpg.rendezvous import worker_thread
+from reloadpg.rendezvous.store_client import StoreClient, StoreSilent
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+client = StoreClient(lambda: store)
+client.ask(lambda own: own.set("key", "value"), worker_thread.Wait("connect", 60.0))
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+worker_thread._EXIT_S = 0.1
+try:
+    client.ask(lambda own: own.get("key"), worker_thread.Wait("test", 0.1))
+except StoreSilent:
+    print("silent", left(), flush=True)
+"""
+
+
+def test_a_request_without_a_response_has_ended_when_the_process_ends() -> None:
+    """Its C++ call would return while the interpreter is finalized: SIGABRT before Python 3.14."""
+    server = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True)\n"
+    server += "print(s.port, flush=True); sys.stdin.read()"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", server], **pipes) as host:
+        try:
+            port = host.stdout.readline().decode().strip()
+            command = [sys.executable, "-c", ENDS_WITH_A_REQUEST, port, str(host.pid)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        finally:
+            host.kill()
+    assert done.stdout == "silent ['reloadpg-store']\nleft []\n", done.stderr
+    assert done.returncode == 0
