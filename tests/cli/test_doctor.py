@@ -96,6 +96,7 @@ def test_a_correct_environment_has_no_problem_and_no_warning():
     assert of(found, "autoinstall", "ok") == [done]
 
 
+@pytest.mark.slow
 def test_a_failed_autoinstall_is_a_problem():
     """The reason is in the log."""
     process = command("doctor", "--json", RELOADPG_AUTOINSTALL="1", RELOADPG_STRATEGY="bogus")

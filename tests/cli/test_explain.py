@@ -55,6 +55,7 @@ def real_groups(rank, world_size, script):
     return groups
 
 
+@pytest.mark.slow
 def test_the_groups_equal_those_of_a_real_job(tmp_path):
     """With the reasons of the other groups, and the script's policy."""
     script = tmp_path / "train.py"
@@ -519,6 +520,7 @@ for group in (dist.group.WORLD, pair):
 """
 
 
+@pytest.mark.slow
 def test_code_that_takes_backends_out_of_groups_is_listed(tmp_path):
     """By module and line, with the groups; torch itself is not."""
     script = tmp_path / "borrows.py"

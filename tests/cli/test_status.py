@@ -278,6 +278,7 @@ def test_an_unreadable_file_is_named_and_the_others_are_read(tmp_path, content):
     assert "unreadable  rank-0.json: " in rendered(JobView(reading))
 
 
+@pytest.mark.slow
 def test_a_process_without_a_status_or_with_a_strange_world_size_is_shown():
     """It has not read its status yet."""
     job = view(record(0, 2, status={}, last_report=None), record(1, 2, world_size=10**15))

@@ -93,6 +93,7 @@ def dtensor_program(run: Run) -> dict[str, Any]:
     return {"old": old, "again": again}
 
 
+@pytest.mark.slow
 class TestDTensor(ConsumerTests):
     consumer = Consumer(dtensor_program, 4, groups=3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import worlds
@@ -78,5 +79,6 @@ def pipelining_program(run: Run) -> dict[str, Any]:
     return {"losses": losses, "outputs": outputs, "parameters": parameters}
 
 
+@pytest.mark.slow
 class TestPipelining(ConsumerTests):
     consumer = Consumer(pipelining_program, 3, groups=2)

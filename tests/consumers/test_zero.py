@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import worlds
@@ -48,5 +49,6 @@ def zero_program(run: Run) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 class TestZeroRedundancyOptimizer(ConsumerTests):
     consumer = Consumer(zero_program, 2, groups=2)

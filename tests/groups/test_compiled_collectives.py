@@ -135,6 +135,7 @@ def _plain_and_reloadable(rank, world_size, world, few):
 every = pytest.mark.slow, pytest.mark.matrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("few", "world"),
     [

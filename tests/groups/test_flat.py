@@ -112,6 +112,7 @@ def _many_cycles(rank, world_size, cycles):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cycles", sampled([SHORT, LONG], SHORT))
 def test_many_cycles_leave_nothing(cycles):
     """From cycle 20 to the last one.

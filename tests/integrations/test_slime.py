@@ -457,6 +457,7 @@ def test_groups_of_nccl_are_of_mccl_on_a_musa_device(available: bool, rank: int)
         ways[0]("nccl")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_optimizer_states_of_another_parallel_layout_are_merged() -> None:
     """miles' patch: the padding at the end of a longer list is cut off, on either side."""

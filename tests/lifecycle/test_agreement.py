@@ -136,6 +136,7 @@ def set_key_when_waiting(store: Any) -> None:
     store.set("test/rank 0 waits", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3)
 def test_a_rank_that_skipped_a_call_joins_the_next_one(rank: int) -> None:
     """It takes part in the other ranks' operation, and does not stay one behind."""

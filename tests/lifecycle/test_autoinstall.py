@@ -117,6 +117,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_import_torch_installs_with_the_options_of_the_variables(tmp_path):
     """They also apply in forked and spawned children.

@@ -173,6 +173,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "state"), CASES)
 def test_a_process_ends_as_without_reloadpg(
     run: Run, without: Callable[[str], Ended], way: str, state: str
@@ -227,6 +228,7 @@ kept = Last()
             assert NO_THREAD in in_handler
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_block", sampled([False, True], True))
 def test_a_forked_child_ends(run: Run, in_block: bool) -> None:
     """Leaving the parent's block in the child does nothing; the parent's groups work afterwards."""

@@ -395,6 +395,8 @@ BATCHES = {
 }
 SLOW = (
     "a suspend that",
+    "a resume that",
+    "some groups of an offload",
     "each",
     "late ranks at",
     "a hang",
@@ -409,7 +411,7 @@ MATRIX = ("either", "signals", "interrupts after")
 
 def _param(name: str, batch: Batch) -> Any:
     marks = [pytest.mark.ranks(batch.size)]
-    marks += [pytest.mark.slow] * (name.startswith(SLOW) or name == "some groups of an offload")
+    marks += [pytest.mark.slow] * name.startswith(SLOW)
     marks += [pytest.mark.matrix] * name.startswith(MATRIX)
     return pytest.param(name, marks=marks, id=name)
 

@@ -8,6 +8,7 @@ from job_ends import PROGRAMS, STATES, cells, check, core, program
 ALL = cells("gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_some_ends_in_every_state() -> None:
     """Two cells for each end, and more for each state."""

@@ -49,6 +49,7 @@ def check(pool: Pool, program: Program) -> None:
             )
 
 
+@pytest.mark.slow
 @settings(SETTINGS, max_examples=10)
 @given(program=programs())
 def test_a_few_programs(pool: Pool, program: Program) -> None:

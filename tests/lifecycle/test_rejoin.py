@@ -136,6 +136,7 @@ def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
     return job.weights.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_a_process_killed_in_a_step_is_replaced() -> None:
     """The loop continues at the step of the other ranks.

@@ -161,6 +161,7 @@ def without_parameter(names: Iterable[str]) -> set[str]:
     return {name.removesuffix("[as-is]").removesuffix("[reloaded]") for name in names}
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_suite_end_as_expected(suite: Suite) -> None:
     """With the reason. A refused test is not run; one that runs twice passes without reloads."""
     assert without_parameter(suite.tests) == without_parameter(EXPECTED)

@@ -186,6 +186,7 @@ def test_work_that_ends_after_its_operation_is_not_committed(
     assert committed == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("silence")
 def test_progress_of_any_rank_extends_the_wait() -> None:
     """It restarts the timeout of ranks that work or have arrived, and in a job of one rank."""
@@ -315,6 +316,7 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
         assert "ReloadpgError: out of memory" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("silence")
 def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond() -> None:
     """The abort of a rank breaks the collectives of others before they read its failure."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from fault_job import eventually
 from torch.distributed import HashStore
@@ -137,6 +138,7 @@ except StoreSilent:
 """
 
 
+@pytest.mark.slow
 def test_a_request_without_a_response_has_ended_when_the_process_ends() -> None:
     """Its C++ call would return while the interpreter is finalized: SIGABRT before Python 3.14."""
     server = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True)\n"

@@ -12,6 +12,8 @@ import threading
 import weakref
 from pathlib import Path
 
+import pytest
+
 import reloadpg
 from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import run_ranks
@@ -60,6 +62,7 @@ def test_a_signal_delivered_to_another_thread_is_handled_while_waiting() -> None
     assert run_ranks(_given_to_another_thread, 1, timeout=120) == [[True]]
 
 
+@pytest.mark.slow
 def test_the_exit_of_the_interpreter_waits_for_running_tasks() -> None:
     """Otherwise a thread would be unwound within a call of the store, which ends the process."""
     program = """
@@ -82,6 +85,7 @@ atexit.register(exits.set)  # called before the functions that were registered e
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_no_thread_starts_while_the_interpreter_exits() -> None:
     """A background task that starts others is refused, and no thread is joined before its start."""
     program = """

@@ -617,6 +617,7 @@ def start_script(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, slow(signal.SIGINT)])
 def test_a_run_ends_with_its_caller(folder: Path, number: int) -> None:
     """No file is left. A process that the caller has forked may hold copies of its descriptors."""
