@@ -72,6 +72,7 @@ def refusal_of_install() -> str:
     return "installed"
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_install_refuses_a_torch_that_lacks_a_name() -> None:
     """Each name of the core; the message names it and says what does not work without it."""

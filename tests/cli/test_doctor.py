@@ -78,6 +78,7 @@ def test_all_problems_are_reported_at_once(modules, tmp_path):
     assert of(found, "job", "problem") == ["not installed: rank 1"]
 
 
+@pytest.mark.slow
 def test_a_correct_environment_has_no_problem_and_no_warning():
     """Exit code 0. An autoinstall is reported with its options."""
     options = {

@@ -126,6 +126,7 @@ class Shown:
         return self.job.in_progress.missing
 
 
+@pytest.mark.slow
 def test_ranks_for_which_an_operation_waits_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def mesh_program(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.matrix
+@pytest.mark.slow
 class TestDeviceMesh(ConsumerTests):
     consumer = Consumer(mesh_program, 4, groups=5)
 

@@ -21,6 +21,7 @@ class TestFSDP2(ConsumerTests):
 
 
 @worlds.unbound_only
+@pytest.mark.slow
 class TestCheckpointWhileOffloaded(ConsumerTests):
     """Sharded state is saved, loaded and saved asynchronously while offloaded."""
 

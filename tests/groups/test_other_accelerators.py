@@ -140,6 +140,7 @@ def test_a_runtime_that_breaks_without_an_anchor() -> None:
         reloadpg.reload()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("strategy", ["recreate", "suspend"])
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ class Actor:
         assert shown == expected
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("framework", ["slime", "miles"])
 def test_an_actor_trains_sleeps_and_updates_weights_through_three_cycles(

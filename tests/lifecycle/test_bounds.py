@@ -35,6 +35,7 @@ def test_each_group_is_progress():
     assert counts == [4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("machine", sampled(["runs", "is stopped at the timeout"], "runs"))
 def test_a_release_that_hangs_is_named_and_aborted(rank, machine):

@@ -302,6 +302,7 @@ def test_a_fault_names_the_line_of_the_program_and_its_collective(rank: int) -> 
 # -- missing ranks, and jobs without groups -------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_a_rank_that_does_not_call_is_named_and_may_call_later(rank: int) -> None:
     """The others wait for ``timeout``; all ranks meet in the next call."""

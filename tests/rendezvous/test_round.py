@@ -239,6 +239,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
         alone.result()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("silence")
 def test_a_long_wait_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

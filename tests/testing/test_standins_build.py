@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from reloadpg.testing import standins
+from reloadpg.testing.standins import _build
 
 SOURCES = Path(standins.__file__).parent
 CUDA_BUILD = torch.version.cuda is not None
@@ -72,6 +73,13 @@ def test_a_cache_that_others_can_write_to_is_refused(
 @pytest.mark.slow
 @needs_cuda_build
 def test_two_processes_that_build_at_once_make_one_build(tmp_path: Path) -> None:
+    """Also after a build that was killed."""
+    library = _build._Torch.installed()
+    name = f"torch-{library.version}-{_build._digest(library, _build._compiler())}"
+    cache = tmp_path / "reloadpg" / "standins"
+    cache.mkdir(mode=0o700, parents=True)
+    (cache / f"building-{name}").mkdir()
+    (cache / f"building-{name}" / "libraries").write_text("a part")
     words = [sys.executable, "-m", "reloadpg", "standins", "build"]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     processes = [
@@ -80,7 +88,6 @@ def test_two_processes_that_build_at_once_make_one_build(tmp_path: Path) -> None
     folders = {process.communicate(timeout=500)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert len(folders) == 1
-    cache = tmp_path / "reloadpg" / "standins"
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [
         Path(folders.pop().strip()).name
     ]

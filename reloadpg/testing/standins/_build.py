@@ -18,7 +18,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,7 +97,9 @@ def build() -> Path:
         return target
     with _locked(cache / f"{target.name}.lock"):
         if not target.is_dir():
-            made = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
+            made = cache / f"building-{target.name}"
+            shutil.rmtree(made, ignore_errors=True)  # of a build that was killed
+            made.mkdir(mode=0o700)
             try:
                 _Builder(torch, made).run()
                 made.rename(target)
