@@ -260,14 +260,19 @@ void record_use(const ncclComm* comm, const char* call, const std::string& name)
   auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"));
   void* state = state_of_thread ? state_of_thread() : nullptr;
   if (!state) return;
+  // The stack is written in many parts: in memory first, since other ranks write to the same file.
+  int memory = memfd_create("released", MFD_CLOEXEC);
+  if (memory < 0) return;
+  dprintf(memory, "rank %d, pid %d: %s uses communicator %s after its release\n", global_rank(),
+          getpid(), call, name.c_str());
+  if (dump) dump(memory, state);
+  std::string text(lseek(memory, 0, SEEK_END), '\0');
+  ssize_t length = pread(memory, text.data(), text.size(), 0);
+  close(memory);
   std::string path = std::string(standin_job()) + "/released";
   int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
   if (file < 0) return;
-  static auto& writing = *new std::mutex;
-  Lock lock(writing);
-  dprintf(file, "rank %d, pid %d: %s uses communicator %s after its release\n", global_rank(),
-          getpid(), call, name.c_str());
-  if (dump) dump(file, state);
+  if (write(file, text.data(), length) != length) fprintf(stderr, "%s", text.c_str());
   close(file);
 }
 
