@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -60,9 +61,12 @@ def shut_store_connections(store: Store) -> None:
         store = store.underlying_store
     port = getattr(store, "port", None)
     for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as duplicate:
-            if duplicate.getpeername()[1:2] == (port,):
-                duplicate.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as duplicate:
+                if duplicate.getpeername()[1:2] == (port,):
+                    duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def is_store_host(store: Store, rank: int) -> bool:

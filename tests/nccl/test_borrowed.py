@@ -199,6 +199,14 @@ def test_expert_parallelism_is_bootstrapped_again(engine: str, rank: int) -> Non
         reloadpg.recovery.recover("a test")
 
 
+def check_that_it_alone_is_suspended(group: Any, other: Any, rank: int) -> None:
+    strategies = {one.name: one.strategy for one in reloadpg.offload().groups}
+    assert strategies[group.group_name] == "suspend"
+    assert strategies[other.group_name] == "recreate"
+    reloadpg.reload()
+    assert summed(group, rank) == 3.0
+
+
 @pytest.mark.skipif(not CAN_SUSPEND, reason="this torch has no NCCL backend for it")
 @on_engines(2)
 def test_symmetric_memory_over_nccl_keeps_its_group_suspended(engine: str, rank: int) -> None:
@@ -213,12 +221,7 @@ def test_symmetric_memory_over_nccl_keeps_its_group_suspended(engine: str, rank:
     assert [one.raw for one in reloadpg.status().borrowed] == [False]  # by default it is CUDA
     symmetric_memory.set_backend("NCCL")
     assert [one.raw for one in reloadpg.status().borrowed] == [True]
-    report = reloadpg.offload()
-    strategies = {one.name: one.strategy for one in report.groups}
-    assert strategies[group.group_name] == "suspend"  # type: ignore[union-attr]
-    assert strategies[other.group_name] == "recreate"  # type: ignore[union-attr]
-    reloadpg.reload()
-    assert summed(group, rank) == 3.0
+    check_that_it_alone_is_suspended(group, other, rank)
 
 
 @pytest.mark.skipif(not CAN_SUSPEND, reason="this torch has no NCCL backend for it")
@@ -239,12 +242,7 @@ def test_a_tensor_of_symmetric_memory_is_known_by_its_rendezvous(engine: str, ra
     (row,) = reloadpg.status().borrowed
     assert (row.group, row.what, row.by) == (group.group_name, "symmetric memory", __name__)  # type: ignore[union-attr]
     assert row.raw
-    report = reloadpg.offload()
-    strategies = {one.name: one.strategy for one in report.groups}
-    assert strategies[group.group_name] == "suspend"  # type: ignore[union-attr]
-    assert strategies[other.group_name] == "recreate"  # type: ignore[union-attr]
-    reloadpg.reload()
-    assert summed(group, rank) == 3.0
+    check_that_it_alone_is_suspended(group, other, rank)
 
 
 @on_engines(2)
