@@ -144,14 +144,20 @@ def is_connected(backend: CppBackend) -> bool:
         return False
 
 
-def connects_without_timeout(backend: CppBackend) -> bool:
+def connects_without_timeout(backend: CppBackend, *, unused: bool) -> bool:
     """Whether a backend will connect in its first collective, by a call that nothing can end.
+
+    ``unused`` says that it has had no collective, which its connection does not show.
 
     ``ProcessGroupNCCL`` waits for missing members in ``ncclCommInitRankConfig``. It has no handle
     of the communicator yet, so no timeout and no ``abort`` ends the wait (2.8.0, and 2.15.0 with
-    ``TORCH_DIST_USE_NCCL2=0``, over stand-ins for NCCL). ``ProcessGroupNCCL2`` can be aborted.
+    ``TORCH_DIST_USE_NCCL2=0``, over stand-ins for NCCL). ``ProcessGroupNCCL2`` has one, and cannot
+    be aborted in its first collective: see :func:`connects_in_first_use`.
     """
-    return type(backend).__name__ == "ProcessGroupNCCL" and not is_connected(backend)
+    engine = type(backend).__name__
+    if engine == "ProcessGroupNCCL":
+        return not is_connected(backend)
+    return unused and engine == "ProcessGroupNCCL2"
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -54,15 +54,18 @@ def needs_collective(group: ManagedGroup) -> bool:
     )
 
 
-def late_connections(groups: Iterable[ManagedGroup]) -> str:
-    """Name the live groups in whose first collective a fault could not be ended; "" if none."""
+def late_connections(groups: Iterable[ManagedGroup], *, unused: bool = False) -> str:
+    """Name the live groups in whose first collective a fault could not be ended; "" if none.
+
+    ``unused`` says that none of the groups has had a collective.
+    """
     late = [
         group.proxy
         for group in groups
         if group.is_live
         and group.construction.size > 1
         and any(
-            connects_without_timeout(backend)
+            connects_without_timeout(backend, unused=unused)
             for backend in live_backends(group.proxy, group.construction.selected).values()
         )
     ]
@@ -71,7 +74,7 @@ def late_connections(groups: Iterable[ManagedGroup]) -> str:
     return (
         f"{counted(len(late), 'group')} ({labels_of(late)}) will connect in the first "
         "collective. If a rank does not reach that collective, the others stay in it, past every "
-        "timeout: torch's ProcessGroupNCCL cannot end a connection."
+        "timeout: torch's NCCL backend cannot end a connection."
     )
 
 

@@ -213,7 +213,7 @@ def test_a_loop_warns_of_groups_that_cannot_be_ended_while_they_connect(
 def test_a_reload_warns_of_groups_that_cannot_be_ended_while_they_connect(
     engine: str, recoverable: bool, rank: int
 ) -> None:
-    """In a loop, or in a recoverable job, with ``connect="none"`` and torch's first engine."""
+    """In a loop, or in a recoverable job, with ``connect="none"``."""
     torch.cuda.set_device(rank)
     reloadpg.install(recoverable=recoverable, timeout=60)
     dist.init_process_group("nccl")
@@ -224,11 +224,10 @@ def test_a_reload_warns_of_groups_that_cannot_be_ended_while_they_connect(
         dist.all_reduce(torch.ones(1, device="cuda"))
         return "past every timeout" in "".join(report.warnings)
 
-    first = engine == "legacy"
     dist.all_reduce(torch.ones(1, device="cuda"))
-    assert warned(connect="none") == (first and recoverable)
+    assert warned(connect="none") == recoverable
     for step in reloadpg.recovery.retrying(range(1)):
         with step:
-            assert warned(connect="none") == first
-            assert warned() == (first and not recoverable)
+            assert warned(connect="none")
+            assert warned() == (not recoverable)
             assert not warned(connect="eager")
