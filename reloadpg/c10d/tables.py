@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -192,22 +193,20 @@ def create_without_backends(
 def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry."""
     tables = _c10d._world
-    moved = {}
-    for table_name in _BY_GROUP:
-        table = getattr(tables, table_name)
+    for table in _read_by_group(tables):
         entry = table.pop(inner, None)
         if entry is not None:
-            table[proxy] = moved[table_name] = entry
-    name, tag, tags = moved["pg_names"], moved.get("pg_to_tag"), tables.tags_to_pg
+            table[proxy] = entry
+    name, tag, tags = tables.pg_names[proxy], tables.pg_to_tag.get(proxy), tables.tags_to_pg
     with _changing_lists:
-        for groups in (tags.get("", []), tags.get(tag, []) if tag else []):
-            # Torch appends: a new group is the last. Its index does not change here.
-            index = len(groups) - 1
-            while index >= 0:
-                if groups[index] is inner:
-                    groups[index] = proxy
-                    break
-                index -= 1
+        for groups in (tags.get(""), tags.get(tag) if tag else None):
+            if not groups:
+                continue
+            # Torch appends: a new group is the last, unless another thread has created one since.
+            if groups[-1] is inner:
+                groups[-1] = proxy
+            elif inner in groups:
+                groups[groups.index(inner)] = proxy
     _cpp._unregister_process_group(name)
     _cpp._register_process_group(name, proxy)
     if tables.default_pg is inner:
@@ -233,6 +232,7 @@ _BY_GROUP = (
     *(*_NAMED_TABLES[:-1], "pg_coalesce_state"),
     *([_HOOKS] if hasattr(_c10d._world, _HOOKS) else []),
 )
+_read_by_group = attrgetter(*_BY_GROUP)
 
 
 class _OfThread(threading.local):

@@ -63,9 +63,9 @@ def group_order(name: str) -> Order:
 
 def _copied(value: Any) -> Any:
     """Copy a value that can hold ranks; return any other value unchanged. Drains iterators."""
-    if isinstance(value, list) and value and type(value[0]) is int:
-        return value.copy()  # ranks: 20 times as fast as element by element
     if isinstance(value, list):
+        if value and type(value[0]) is int:
+            return value.copy()  # ranks: 20 times as fast as element by element
         return [_copied(item) for item in value]
     if isinstance(value, tuple):
         return tuple(_copied(item) for item in value)
@@ -108,13 +108,10 @@ class Call(NamedTuple):
     def capture(
         cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Call:
-        return cls(
-            function,
-            tuple([_copied(value) for value in args]),
-            MappingProxyType({name: _copied(value) for name, value in kwargs.items()})
-            if kwargs
-            else _NO_KEYWORDS,
-        )
+        keywords = _NO_KEYWORDS
+        if kwargs:
+            keywords = MappingProxyType({name: _copied(kwargs[name]) for name in kwargs})
+        return cls(function, tuple(map(_copied, args)), keywords)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -124,11 +124,12 @@ class Selection:
         """
         if regions := open_regions.get():
             return self.managed_set(regions[-1])
-        if self.sets:
-            for module in creators():
-                set_name = _set_of(self.sets, module)
-                if set_name is not _NO_RULE:
-                    return self.managed_set(set_name)
+        if not self.sets:
+            return TRAINER
+        for module in creators():
+            set_name = _set_of(self.sets, module)
+            if set_name is not _NO_RULE:
+                return self.managed_set(set_name)
         return self.managed_set(TRAINER)
 
     def managed_set(self, name: str | None) -> str | None:
