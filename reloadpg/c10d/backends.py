@@ -107,8 +107,11 @@ def set_desc(group: ProcessGroup, desc: str) -> None:
     group._set_group_desc(desc)
 
 
-def sequence_number(group: ProcessGroup) -> int:
-    """The number of collectives that were started on a group. RuntimeError if it is not counted."""
+def sequence_number(group: ProcessGroup | CppBackend) -> int:
+    """The number of collectives that were started on a group, or on one of its backends.
+
+    Raises RuntimeError if they are not counted.
+    """
     return int(cast(Any, group)._get_sequence_number_for_group())
 
 
@@ -144,10 +147,8 @@ def is_connected(backend: CppBackend) -> bool:
         return False
 
 
-def connects_without_timeout(backend: CppBackend, *, unused: bool) -> bool:
+def connects_without_timeout(backend: CppBackend) -> bool:
     """Whether a backend will connect in its first collective, by a call that nothing can end.
-
-    ``unused`` says that it has had no collective, which its connection does not show.
 
     ``ProcessGroupNCCL`` waits for missing members in ``ncclCommInitRankConfig``. It has no handle
     of the communicator yet, so no timeout and no ``abort`` ends the wait (2.8.0, and 2.15.0 with
@@ -157,7 +158,7 @@ def connects_without_timeout(backend: CppBackend, *, unused: bool) -> bool:
     engine = type(backend).__name__
     if engine == "ProcessGroupNCCL":
         return not is_connected(backend)
-    return unused and engine == "ProcessGroupNCCL2"
+    return engine == "ProcessGroupNCCL2" and sequence_number(backend) == 0
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -54,18 +54,15 @@ def needs_collective(group: ManagedGroup) -> bool:
     )
 
 
-def late_connections(groups: Iterable[ManagedGroup], *, unused: bool = False) -> str:
-    """Name the live groups in whose first collective a fault could not be ended; "" if none.
-
-    ``unused`` says that none of the groups has had a collective.
-    """
+def late_connections(groups: Iterable[ManagedGroup]) -> str:
+    """Name the live groups in whose first collective a fault could not be ended; "" if none."""
     late = [
         group.proxy
         for group in groups
         if group.is_live
         and group.construction.size > 1
         and any(
-            connects_without_timeout(backend, unused=unused)
+            connects_without_timeout(backend)
             for backend in live_backends(group.proxy, group.construction.selected).values()
         )
     ]

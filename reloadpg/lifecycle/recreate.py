@@ -243,7 +243,7 @@ def rebuild(
         holders.restore(op, "done")
     op.call([*told, *callbacks.reload])
     retries = op.options.recoverable or (job.loops is not None and job.loops.open)
-    if connect == "none" and retries and (text := late_connections(back, unused=True)):
+    if connect == "none" and retries and (text := late_connections(back)):
         op.record.warnings.append(f"{text} Pass connect='eager'.")
     op.barrier("done")
     op.complete("" if op.record.groups else "no reloadable group here")

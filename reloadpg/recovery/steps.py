@@ -124,9 +124,8 @@ def retrying(
         from 1, also in a process that has rejoined; ``step.replaced`` are the replaced ranks;
         ``step.complete`` is whether the step is complete on all ranks.
 
-    Warns of groups that have not connected yet, if their backend could not be ended in its first
-    collective (NCCL in a default group without a ``device_id``, with torch's
-    ``ProcessGroupNCCL``).
+    Warns of groups that have had no collective yet, if their backend could not be ended in the
+    first one (NCCL; with torch's ``ProcessGroupNCCL`` not in a default group with a ``device_id``).
 
     Raises:
         PeerFailedError: another rank has raised an error that is not repeated; or the step failed
@@ -156,8 +155,8 @@ def _warn_of_unused() -> None:
     if text and "unused groups" not in registry.warned:
         registry.warned.add("unused groups")
         warn(
-            f"retrying(): {text} Pass device_id= to init_process_group(), or use each group once "
-            "before the loop."
+            f"retrying(): {text} Run a collective, such as an all-reduce, on each group before the "
+            "loop."
         )
 
 
