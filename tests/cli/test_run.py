@@ -150,6 +150,7 @@ def test_a_job_whose_sharded_state_is_lost_ends(tmp_path: Path) -> None:
     assert "restart 2 of 9" not in output
 
 
+@pytest.mark.slow
 def test_a_program_that_is_not_recoverable_is_reported_once(tmp_path: Path) -> None:
     """With the missing call."""
     path = tmp_path / "program.py"

@@ -472,6 +472,7 @@ def test_bring_up_connects_the_groups_that_it_creates_unless_asked_not_to(adopts
             assert used == expected, options
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4, env={"GLOO_SOCKET_IFNAME": "lo"})
 @pytest.mark.parametrize("action", ["raise", "stall"])
 def test_a_group_that_does_not_connect_is_named_with_its_ranks_and_interfaces(

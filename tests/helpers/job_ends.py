@@ -39,7 +39,7 @@ PROGRAMS = int(os.environ.get("FAULT_PROGRAMS", "3"))
 """The number of random programs, of one seed each."""
 SIZE = 2
 MESH_KILLS = "2.9" <= TorchVersion(torch.__version__) < "2.14"
-"""Whether torch alone ends in SIGSEGV where a mesh splits a second default group (seen on 2.13.0)."""
+"""Whether torch alone ends in SIGSEGV where a mesh splits a later default group (2.13.0)."""
 SPLITS_ANY = TorchVersion(torch.__version__) >= "2.15"
 """Whether torch splits each new group from a default group that is bound to a device."""
 NO_RECORDER = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
@@ -105,7 +105,9 @@ def _exists(cell: Cell, backend: str) -> bool:
         return False  # simulated groups cannot be split
     if cell.target == "split" and not (cell.bound and (nccl or worlds.CAN_SPLIT)):
         return False
-    splits = cell.target == "split" or (nccl and cell.bound and cell.target == "mesh" and MESH_KILLS)
+    splits = cell.target == "split" or (
+        nccl and cell.bound and cell.target == "mesh" and MESH_KILLS
+    )
     if splits and not cell.installed:
         return False  # torch's split of a later default group kills the process, see complete_ranks
     if cell.end in ("failed connect", "failed mesh"):

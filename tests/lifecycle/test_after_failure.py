@@ -66,6 +66,7 @@ def test_a_group_can_be_created_where_only_some_ranks_have_a_new_world(rank: int
     job.assert_live()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_group_whose_creation_ends_after_the_timeout_is_discarded(rank: int) -> None:
     """It is removed from c10d's tables, and the next reload creates another one."""

@@ -163,6 +163,7 @@ FIRST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", sampled(FIRST, "submodule"))
 def test_reloadpg_may_be_imported_before_torch(tmp_path, kind):
@@ -185,6 +186,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", sampled(BROKEN, "our own"))
 def test_a_broken_installation_does_not_break_torch(tmp_path, kind):
@@ -269,6 +271,7 @@ def test_a_misspelt_switch_prints_a_line(environment, capfd):
     assert not reloadpg.is_installed()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_install_after_autoinstall():
     """Without arguments, it accepts the options of the environment; others are refused.

@@ -18,6 +18,7 @@ from reloadpg.rendezvous.round import Round
 from reloadpg.testing import simulated
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_each_group_is_progress():
     """Each group that is released or rebuilt is reported to the other ranks."""

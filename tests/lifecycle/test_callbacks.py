@@ -47,6 +47,7 @@ def _late(rank: int, world_size: int) -> str:
     return seen.text
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_late_in_a_callback_is_named() -> None:
     """Its own error says that it responded too late; the other rank's, that it did not respond."""
     late, first = run_ranks(_late, 2, timeout=240)

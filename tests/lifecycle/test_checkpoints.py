@@ -89,6 +89,7 @@ def test_an_offload_waits_for_a_save_on_a_group_that_it_releases(
     assert "saves" not in reloadpg.offload().phases_ms
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_save_that_outlasts_the_timeout_ends_the_offload_on_all_ranks(
     rank: int, tmp_path: Path

@@ -205,6 +205,7 @@ IGNORED = re.compile(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", sampled([True, False], True))
 def test_an_operation_while_the_interpreter_exits(run: Run, handler: bool) -> None:
     """It works in an exit handler, where Python starts threads; otherwise its error says why."""

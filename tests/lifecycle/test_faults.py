@@ -396,9 +396,9 @@ BATCHES = {
 SLOW = (
     "a suspend that",
     "a resume that",
-    "some groups of an offload",
+    "some",
     "each",
-    "late ranks at",
+    "late rank",
     "a hang",
     "hangs",
     "recoveries",

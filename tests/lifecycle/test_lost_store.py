@@ -68,6 +68,7 @@ def on_a_separate_store(
     assert job.states() == ({"live"} if unchanged else {"failed"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [

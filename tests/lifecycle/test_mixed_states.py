@@ -115,6 +115,7 @@ class SecondAgreement:
         fail()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["early", "late"])
 def test_a_rank_fails_when_the_ranks_have_found_that_their_states_differ(fails: str) -> None:
     """Nothing was changed, holders included. The next reload restores all groups, wherever the

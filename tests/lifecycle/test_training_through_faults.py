@@ -252,7 +252,7 @@ def trained(
     "case",
     [
         # The state of FSDP2 within a step differs between versions of torch.
-        pytest.param(("fsdp", 4), marks=pytest.mark.matrix),
+        pytest.param(("fsdp", 4), marks=[pytest.mark.matrix, pytest.mark.slow]),
         pytest.param(("accumulate", 4), marks=[pytest.mark.matrix, pytest.mark.slow]),
         *sampled(
             [(kind, 4) for kind in ("ddp", "amp")]

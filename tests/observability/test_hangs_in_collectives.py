@@ -19,6 +19,7 @@ from reloadpg.observability import publish_status
 LATE = 2
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4, timeout=180)
 def test_a_rank_that_skips_a_collective_is_named_with_the_group(rank: int, tmp_path: Path) -> None:
     """With the duration, and the program lines at which the ranks are.

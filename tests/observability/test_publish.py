@@ -175,6 +175,7 @@ def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
     assert read(path)["pid"] == os.getpid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ends", ["right after an operation", pytest.param("in order", marks=pytest.mark.slow)]
 )

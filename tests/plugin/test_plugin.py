@@ -162,6 +162,7 @@ def without_parameter(names: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_tests_of_the_suite_end_as_expected(suite: Suite) -> None:
     """With the reason. A refused test is not run; one that runs twice passes without reloads."""
     assert without_parameter(suite.tests) == without_parameter(EXPECTED)
@@ -176,12 +177,14 @@ def test_the_tests_of_the_suite_end_as_expected(suite: Suite) -> None:
             assert text not in report, name
 
 
+@pytest.mark.slow
 def test_each_fixture_and_mark_fails_where_it_has_nothing_to_do(suite: Suite) -> None:
     """None of them can be used without effect."""
     assert set(RED) == {*plugin.__all__, "ranks", "reload_each_phase"}
     assert {name for name, test in RED.items() if suite.tests[test][0] == "passed"} == set()
 
 
+@pytest.mark.slow
 def test_wrong_arguments_of_a_mark_are_one_line(suite: Suite) -> None:
     """Without source of the library."""
     for name in ("test_invalid_mark", "test_unknown_value_of_a_mark"):
@@ -246,6 +249,7 @@ def test_survival_tests_run_with_the_groups_of_a_trainer(tmp_path: Path, functio
     assert (ran.returncode, text in ran.stdout + ran.stderr) == (code, True), ran.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported_once_and_begins_with_the_rank(suite: Suite) -> None:
     """In the report and in the summary, without frames of the library."""
     report = suite.output.partition("test_fails_on_one_rank ____")[2].partition("\n____")[0]

@@ -82,6 +82,7 @@ input()
 """
 
 
+@pytest.mark.slow
 def test_a_process_is_identified_by_its_id_and_start_time() -> None:
     """An id may be reused. A process does not watch itself."""
     command = [sys.executable, "-c", OTHER]

@@ -416,6 +416,7 @@ def test_a_lost_store_is_an_error_on_every_rank_and_in_each_operation() -> None:
             assert "Restart the job" in str(error)
 
 
+@pytest.mark.slow
 def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
     job, stores = silent_job(2)
 

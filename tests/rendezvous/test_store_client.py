@@ -52,6 +52,7 @@ def _stopped_after_the_deadline(rank, world_size):
     return client.ask(answer, Wait("test", 0.1))
 
 
+@pytest.mark.slow
 def test_a_stopped_process_does_not_use_up_the_grace_period() -> None:
     """A loaded or suspended machine is not an unresponsive store."""
     assert run_ranks(_stopped_after_the_deadline, 1, timeout=240) == [1]
