@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import gpu_job  # noqa: E402 - from the tests
 import torch  # noqa: E402
@@ -66,7 +66,7 @@ def tests() -> Result:
         config = Path(directory, "pytest.ini")
         config.write_text(
             "[pytest]\nmarkers =\n    gpu: needs a GPU\n    matrix: -\n    timeout: -\n"
-            f"pythonpath = {ROOT / 'tests' / 'helpers'}\n"
+            f"pythonpath = {ROOT / 'tests'}\n"
         )
         ended = subprocess.run(
             [

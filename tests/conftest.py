@@ -9,8 +9,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import isolation
 import pytest
+from helpers import isolation
 
 ROOT = Path(__file__).parent
 
@@ -22,10 +22,10 @@ if WORLD.startswith("nccl") and not os.path.exists("/dev/nvidiactl"):
     standins.enable()  # before torch is imported
 
 REWRITTEN = (
-    "cli_process",
-    "consumer_run",
-    "consumer_tests",
-    "fault_job",
+    "helpers.cli_process",
+    "helpers.consumer_run",
+    "helpers.consumer_tests",
+    "helpers.fault_job",
     "test_ddp",
     "test_fsdp",
     "test_megatron",

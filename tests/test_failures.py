@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from documents import ROOT
-from stand_ins import BYTES, StandInSaver
-from worlds import sums_right
+from helpers import worlds
+from helpers.documents import ROOT
+from helpers.stand_ins import BYTES, StandInSaver
+from helpers.worlds import sums_right
 
 import reloadpg
 from reloadpg.integrations import MemorySaver, colocated

@@ -9,10 +9,10 @@ import os
 import traceback
 from collections.abc import Callable
 
-import broken_torch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import broken_torch
 
 import reloadpg
 from reloadpg import c10d

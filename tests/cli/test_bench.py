@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import reports
-from cli_process import command, decoded
+from helpers import reports
+from helpers.cli_process import command, decoded
 
 from reloadpg.cli import bench, main
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from cli_process import LIMIT, environment
-from rank_files import write_rank
+from helpers.cli_process import LIMIT, environment
+from helpers.rank_files import write_rank
 
 import reloadpg
 from reloadpg.__main__ import main

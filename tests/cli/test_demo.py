@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from cli_process import LIMIT, called
+from helpers.cli_process import LIMIT, called
 
 from reloadpg.cli import demo, main
 

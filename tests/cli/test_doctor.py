@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from cli_process import called, command, decoded
-from rank_files import write_rank
+from helpers.cli_process import called, command, decoded
+from helpers.rank_files import write_rank
 
 import reloadpg
 from reloadpg.cli import doctor, doctor_patches, main

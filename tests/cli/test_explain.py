@@ -8,7 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import torch
-from cli_process import LIMIT, called, command, decoded
+from helpers.cli_process import LIMIT, called, command, decoded
 
 import reloadpg
 from reloadpg.cli import explain as explain_page

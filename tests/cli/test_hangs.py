@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hanging_rank import hanging_rank
+from helpers.hanging_rank import hanging_rank
 
 from reloadpg.cli import main, records
 from reloadpg.cli.doctor import diagnose

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import clean_environment
+from helpers.launching import clean_environment
 
 PROGRAM = """
 import os, signal, sys

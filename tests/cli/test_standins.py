@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cli_process import command
+from helpers.cli_process import command
 
 pytestmark = [
     pytest.mark.standins,

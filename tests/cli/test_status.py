@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import reports
 import torch.distributed as dist
-from rank_files import group, record, running, status, write_rank
-from terminal import on_terminal
+from helpers import reports
+from helpers.rank_files import group, record, running, status, write_rank
+from helpers.terminal import on_terminal
 
 import reloadpg
 from reloadpg.cli import main, records

@@ -6,8 +6,8 @@ import json
 import threading
 
 import pytest
-import worlds
-from rank_files import record, running, write_rank
+from helpers import worlds
+from helpers.rank_files import record, running, write_rank
 
 import reloadpg
 from reloadpg.cli import main

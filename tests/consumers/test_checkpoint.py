@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import worlds
-from consumer_run import Run, Setting, scratch
-from consumer_tests import Consumer, ConsumerTests
+from helpers import worlds
+from helpers.consumer_run import Run, Setting, scratch
+from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from consumer_run import Run
-from consumer_tests import Consumer, ConsumerTests
+from helpers import worlds
+from helpers.consumer_run import Run
+from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from consumer_run import Run
-from consumer_tests import Consumer, ConsumerTests
+from helpers import worlds
+from helpers.consumer_run import Run
+from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from consumer_run import Run
-from consumer_tests import Consumer, ConsumerTests
+from helpers import worlds
+from helpers.consumer_run import Run
+from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,

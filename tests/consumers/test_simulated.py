@@ -7,9 +7,9 @@ are gloo's, so they are compared with those of plain torch on gloo.
 from __future__ import annotations
 
 import pytest
-import worlds
-from consumer_run import SIM_PLAIN, SIM_RELOADED
-from consumer_tests import Consumer, ConsumerTests
+from helpers import worlds
+from helpers.consumer_run import SIM_PLAIN, SIM_RELOADED
+from helpers.consumer_tests import Consumer, ConsumerTests
 from test_checkpoint import checkpoint_program
 from test_fsdp import fsdp2_program
 

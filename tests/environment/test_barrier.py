@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from in_turn import variables
-from watched_store import WatchedStore
+from helpers import worlds
+from helpers.in_turn import variables
+from helpers.watched_store import WatchedStore
 
 import reloadpg
 from reloadpg import environment

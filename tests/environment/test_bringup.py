@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import meet
-from in_turn import variables
+from helpers import worlds
+from helpers.fault_job import meet
+from helpers.in_turn import variables
 
 import reloadpg
 from reloadpg import environment

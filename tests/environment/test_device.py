@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from in_turn import variables
+from helpers.in_turn import variables
 
 import reloadpg
 from reloadpg.environment.device import Placement

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import NO_SLURM, launch, missing, torchrun
+from helpers.launching import NO_SLURM, launch, missing, torchrun
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from in_turn import variables
+from helpers.in_turn import variables
 
 import reloadpg
 from reloadpg.environment import (

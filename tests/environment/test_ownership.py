@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
+from helpers import worlds
 
 import reloadpg
 from reloadpg.testing import run_ranks, simulated

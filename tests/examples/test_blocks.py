@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import (
+from helpers.documents import (
     LANGUAGES,
     PAGES,
     README,
@@ -27,7 +27,7 @@ from documents import (
     page_blocks,
     readme_blocks,
 )
-from stubs import CYCLES, run_block
+from helpers.stubs import CYCLES, run_block
 
 from reloadpg.testing import run_ranks
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from documents import PAGES, README, ROOT
+from helpers.documents import PAGES, README, ROOT
 
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *PAGES]

@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from documents import ROOT
+from helpers.documents import ROOT
 
 import reloadpg
 from reloadpg.cli import demo

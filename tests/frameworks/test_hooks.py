@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launching import HERE, activation, ranks_of, torchrun
+from helpers.launching import HERE, activation, ranks_of, torchrun
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
 

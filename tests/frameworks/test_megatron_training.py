@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from gpt_job import PRELOAD, GptTraining, cuda_on_cpu
+from helpers import worlds
+from helpers.gpt_job import PRELOAD, GptTraining, cuda_on_cpu
 
 import reloadpg
 

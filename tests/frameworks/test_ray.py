@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from launching import activation
-from ray_job import BOUND_S, RANKS, Recoverable, Trainer, a_ray
+from helpers.launching import activation
+from helpers.ray_job import BOUND_S, RANKS, Recoverable, Trainer, a_ray
 
 from reloadpg.errors import InvalidOptionError, ReloadpgError
 from reloadpg.integrations import ray as ours

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import worlds
+from helpers import worlds
 
 import reloadpg
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import HELPERS, HERE, activation, ranks_of, torchrun
+from helpers.launching import HELPERS, HERE, activation, ranks_of, torchrun
 
 
 @pytest.mark.slow

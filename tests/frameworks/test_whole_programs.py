@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import asleep
 import pytest
 import torch.distributed as dist
-from launching import HELPERS, HERE, ROOT, clean_environment, ranks_of
+from helpers import asleep
+from helpers.launching import HELPERS, HERE, ROOT, clean_environment, ranks_of
 
 
 class Program(NamedTuple):
@@ -52,7 +52,7 @@ CASES = [
 LIMIT_S = 500.0
 pytestmark = pytest.mark.timeout(1100)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"}
-PATHS = os.pathsep.join(map(str, (ROOT, HELPERS)))
+PATHS = os.pathsep.join(map(str, (ROOT, HELPERS.parent)))
 NOTICES = re.compile(
     r"hostname of the client socket cannot be retrieved"
     r"|^\[Gloo\] Rank \d is connected to "

@@ -6,8 +6,8 @@ import statistics
 from datetime import timedelta
 from typing import Any
 
-import gpu_job
 import pytest
+from helpers import gpu_job
 
 from reloadpg.testing import run_ranks
 

@@ -8,9 +8,9 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import gpu_job
 import pytest
 import torch
+from helpers import gpu_job
 
 from reloadpg.testing import run_ranks
 

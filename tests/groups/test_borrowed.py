@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
+from helpers import worlds
 
 import reloadpg
 from reloadpg.errors import BorrowedError, GroupDestroyedError, InvalidOptionError
@@ -113,7 +113,7 @@ def test_the_policy_is_equal_on_all_ranks(rank: int) -> None:
 @pytest.mark.ranks(2)
 def test_suspended_groups_keep_their_generation() -> None:
     """A backend of a suspended group raises until the resume, and then works again."""
-    from fault_job import Job
+    from helpers.fault_job import Job
 
     job = Job("sim", strategy="suspend", subgroups=())
     (group,) = job.groups.values()

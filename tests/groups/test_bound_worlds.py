@@ -7,15 +7,24 @@ import os
 import weakref
 from datetime import timedelta
 
-import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import one_cycle
+from helpers import faulty_gloo
+from helpers.jobs import one_cycle
+from helpers.watched_store import WatchedStore
+from helpers.worlds import (
+    CAN_SPLIT,
+    DEVICE,
+    TIMEOUT,
+    accelerator_claimed,
+    split,
+    start,
+    subgroup,
+    summed,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
-from watched_store import WatchedStore
-from worlds import CAN_SPLIT, DEVICE, TIMEOUT, accelerator_claimed, split, start, subgroup, summed
 
 import reloadpg
 from reloadpg.testing import run_ranks

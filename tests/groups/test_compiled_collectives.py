@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from jobs import one_cycle
+from helpers.jobs import one_cycle
+from helpers.worlds import start
 from torch._dynamo.utils import counters
-from worlds import start
 
 from reloadpg.testing import run_ranks
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-import worlds
-from sampling import sampled
-from tables import lengths, resolves_to, summed
+from helpers import worlds
+from helpers.sampling import sampled
+from helpers.tables import lengths, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg

@@ -15,9 +15,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from jobs import TIMEOUT, install, one_cycle, start
-from tables import (
+from helpers import worlds
+from helpers.jobs import TIMEOUT, install, one_cycle, start
+from helpers.tables import (
     expected_sum,
     holders,
     lengths,

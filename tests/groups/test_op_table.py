@@ -11,13 +11,12 @@ from collections import Counter
 from datetime import timedelta
 from types import FunctionType
 
-import early_bindings
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-import worlds
-from op_table import ROWS, UNSUPPORTED_BY_NCCL, asks_for_backend, run_table
+from helpers import early_bindings, worlds
+from helpers.op_table import ROWS, UNSUPPORTED_BY_NCCL, asks_for_backend, run_table
 from torch.torch_version import TorchVersion
 
 import reloadpg

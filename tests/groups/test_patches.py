@@ -13,16 +13,16 @@ import types
 import warnings
 from datetime import timedelta
 
-import early_bindings
 import pytest
 import torch
 import torch.distributed as dist
 import wrapt
-from early_bindings import CREATORS
-from jobs import one_cycle
+from helpers import early_bindings
+from helpers.early_bindings import CREATORS
+from helpers.jobs import one_cycle
+from helpers.worlds import summed
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from worlds import summed
 
 import reloadpg
 from reloadpg.cli.doctor import diagnose

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-import worlds
-from jobs import TIMEOUT, install, one_cycle
-from tables import expected_sum, resolves_to, summed
+from helpers import worlds
+from helpers.jobs import TIMEOUT, install, one_cycle
+from helpers.tables import expected_sum, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch.distributed as dist
-from worlds import BACKEND, TIMEOUT, init
+from helpers.worlds import BACKEND, TIMEOUT, init
 
 import reloadpg
 from reloadpg.errors import InvalidOptionError

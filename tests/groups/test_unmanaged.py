@@ -8,15 +8,14 @@ import os
 import threading
 from datetime import timedelta
 
-import early_bindings
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from jobs import one_cycle
+from helpers import early_bindings, worlds
+from helpers.jobs import one_cycle
+from helpers.worlds import CAN_SPLIT, TIMEOUT, start, summed
 from torch._dynamo import distributed as dynamo_distributed
 from torch.distributed import distributed_c10d as c10d
-from worlds import CAN_SPLIT, TIMEOUT, start, summed
 
 import reloadpg
 from reloadpg import ReloadableProcessGroup

@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from jobs import TIMEOUT, start
-from op_table import ROWS, cases, run_row
-from tables import expected_sum, lengths, summed
+from helpers import worlds
+from helpers.jobs import TIMEOUT, start
+from helpers.op_table import ROWS, cases, run_row
+from helpers.tables import expected_sum, lengths, summed
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion

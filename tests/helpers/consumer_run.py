@@ -26,10 +26,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import worlds
 from torch.distributed import all_reduce as early_all_reduce  # bound before install, as Megatron
 
 import reloadpg
+from helpers import worlds
 from reloadpg.testing import RanksFailedError, run_ranks, simulated
 
 STORE_SOCKETS = 2

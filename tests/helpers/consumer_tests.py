@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from consumer_run import (
+from helpers.consumer_run import (
     PLAIN,
     RELOADED,
     Outcome,

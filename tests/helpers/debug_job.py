@@ -14,12 +14,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-import op_table
 import torch
 import torch.distributed as dist
-import worlds
 
 import reloadpg
+from helpers import op_table, worlds
 from reloadpg.recovery import recover, recovery_requested
 
 LIMIT = timedelta(seconds=60)

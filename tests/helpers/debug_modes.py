@@ -11,7 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from launching import ROOT, clean_environment
+
+from helpers.launching import ROOT, clean_environment
 
 HELPERS = Path(__file__).parent
 LIMIT_S = 400
@@ -68,7 +69,7 @@ def _started(
             env={
                 **clean_environment(),
                 **variables,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS)]),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS.parent)]),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "RANK": str(rank),

@@ -27,14 +27,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import faulty_gloo
 import torch
 import torch.distributed as dist
-import worlds
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
+from helpers import faulty_gloo, worlds
 from reloadpg.testing import run_ranks, simulated
 from reloadpg.testing.simulated import Fault, clear_faults, inject
 

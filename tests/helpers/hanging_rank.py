@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-import worlds
 
 import reloadpg
+from helpers import worlds
 
 LIMIT_S = 300.0
 

@@ -18,17 +18,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import interfere, meet, stop_interfering
 from torch.distributed import distributed_c10d as torch_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 
 import reloadpg
+from helpers import faulty_gloo, worlds
+from helpers.fault_job import interfere, meet, stop_interfering
 from reloadpg import c10d
 from reloadpg.environment import init_distributed, process_group_scope
 from reloadpg.testing import run_ranks, simulated, standins

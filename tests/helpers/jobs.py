@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import worlds
-
 import reloadpg
+from helpers import worlds
 
 TIMEOUT = timedelta(seconds=30)
 

@@ -91,7 +91,7 @@ def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
         "RELOADPG_AUTOINSTALL": "1",
         "RELOADPG_BACKENDS": backends,
         "RELOADPG_TIMEOUT_S": "60",
-        "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, HELPERS, HERE))),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, HELPERS.parent, HERE))),
     }
 
 

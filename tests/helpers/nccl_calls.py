@@ -8,7 +8,8 @@ from threading import Thread
 from typing import Any
 
 import torch
-from nccl_job import Meetings, signals
+
+from helpers.nccl_job import Meetings, signals
 
 SUCCESS, INVALID_USAGE = 0, 5
 FLOAT, SUM = 7, 0

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import eventually, meet
 from torch.torch_version import TorchVersion
 
 import reloadpg
+from helpers.fault_job import eventually, meet
 from reloadpg.testing import standins
 
 CAN_SUSPEND = hasattr(torch._C._distributed_c10d.Backend, "suspend")

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional as dist_nn
-import worlds
-from early_bindings import FROM_C10D, FROM_DISTRIBUTED
 from torch.torch_version import TorchVersion
+
+from helpers import worlds
+from helpers.early_bindings import FROM_C10D, FROM_DISTRIBUTED
 
 Value = Any
 OPS = torch.ops._c10d_functional

@@ -14,15 +14,14 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import faulty_gloo
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import fail, meet
-from programs import WORLD, WORLD_TIMEOUT_S, Instruction, Program, contribution
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
+from helpers import faulty_gloo, worlds
+from helpers.fault_job import fail, meet
+from helpers.programs import WORLD, WORLD_TIMEOUT_S, Instruction, Program, contribution
 from reloadpg.testing import RanksFailedError, run_ranks
 
 RANKS = 4

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch.torch_version import TorchVersion
-from worlds import CAN_SPLIT
+
+from helpers.worlds import CAN_SPLIT
 
 ADVANCES_COUNTER = TorchVersion(torch.__version__) >= "2.15"
 """Whether a creation with local synchronization counts for the names of later groups."""

@@ -14,8 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from fault_job import await_death, meet
 
+from helpers.fault_job import await_death, meet
 from reloadpg.testing import run_ranks
 
 RANKS = 4

@@ -13,7 +13,7 @@ import termios
 import time
 from contextlib import contextmanager
 
-from cli_process import LIMIT, environment
+from helpers.cli_process import LIMIT, environment
 
 _ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 

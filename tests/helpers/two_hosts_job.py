@@ -19,11 +19,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-import worlds
-from fault_job import Job, Seen, attempt, interfere, stop_interfering
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
+from helpers import worlds
+from helpers.fault_job import Job, Seen, attempt, interfere, stop_interfering
 
 BOUND_S = 5.0
 ALLOWANCE_S = 30.0

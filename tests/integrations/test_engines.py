@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import worlds
+from helpers import worlds
 
 import reloadpg
 from reloadpg.errors import InvalidOptionError

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import worlds
-from stand_ins import BYTES, StandInSaver
-from worlds import sums_right
+from helpers import worlds
+from helpers.stand_ins import BYTES, StandInSaver
+from helpers.worlds import sums_right
 
 import reloadpg
 from reloadpg.integrations import MemorySaver, colocated

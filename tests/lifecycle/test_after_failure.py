@@ -8,11 +8,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import faulty_gloo
 import pytest
 import torch.distributed as dist
-import worlds
-from fault_job import BOUND, FAR, Job, eventually, fail, signalling
+from helpers import faulty_gloo, worlds
+from helpers.fault_job import BOUND, FAR, Job, eventually, fail, signalling
 
 import reloadpg
 from reloadpg.lifecycle import run

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import faulty_gloo
 import pytest
 import torch.distributed as dist
-import worlds
-from fault_job import ALLOWANCE, BOUND, FAR, Job, attempt, base_store
+from helpers import faulty_gloo, worlds
+from helpers.fault_job import ALLOWANCE, BOUND, FAR, Job, attempt, base_store
 
 import reloadpg
 from reloadpg.groups.registry import registry

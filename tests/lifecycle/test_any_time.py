@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from worlds import start, summed
+from helpers.worlds import start, summed
 
 import reloadpg
 from reloadpg.testing import simulated

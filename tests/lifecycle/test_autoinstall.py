@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launching import distribution
-from sampling import sampled
+from helpers.launching import distribution
+from helpers.sampling import sampled
 
 import reloadpg
 from reloadpg.lifecycle import autoinstall

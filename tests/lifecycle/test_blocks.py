@@ -10,9 +10,9 @@ import threading
 
 import pytest
 import torch.distributed as dist
-import worlds
-from jobs import TIMEOUT, start
-from tables import meet_at_rank_0, store_closed_by_rank_0, summed
+from helpers import worlds
+from helpers.jobs import TIMEOUT, start
+from helpers.tables import meet_at_rank_0, store_closed_by_rank_0, summed
 
 import reloadpg
 from reloadpg.c10d import devices

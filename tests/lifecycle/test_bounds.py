@@ -8,9 +8,9 @@ import threading
 from datetime import timedelta
 
 import pytest
-import worlds
-from fault_job import ALLOWANCE, BOUND, Job, attempt, base_store, eventually
-from sampling import sampled
+from helpers import worlds
+from helpers.fault_job import ALLOWANCE, BOUND, Job, attempt, base_store, eventually
+from helpers.sampling import sampled
 
 import reloadpg
 from reloadpg.lifecycle.job import jobs

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import faulty_gloo
 import pytest
 import torch.distributed as dist
-import worlds
-from fault_job import attempt, base_store
+from helpers import faulty_gloo, worlds
+from helpers.fault_job import attempt, base_store
 
 import reloadpg
 from reloadpg.testing import run_ranks, simulated

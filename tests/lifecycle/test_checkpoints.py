@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import install, start
-from sampling import sampled
+from helpers.jobs import install, start
+from helpers.sampling import sampled
 
 import reloadpg
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import start
+from helpers.jobs import start
 
 import reloadpg
 

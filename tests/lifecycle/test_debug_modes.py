@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from debug_modes import MODES, run_mode
-from nccl_job import ENGINES, engine_variables
+from helpers.debug_modes import MODES, run_mode
+from helpers.nccl_job import ENGINES, engine_variables
 
 from reloadpg.testing import standins
 

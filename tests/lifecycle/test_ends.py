@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import ending
 import pytest
 import torch.distributed as dist
-from sampling import sampled
+from helpers import ending
+from helpers.sampling import sampled
 
 pytestmark = pytest.mark.matrix
 

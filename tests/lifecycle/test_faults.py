@@ -20,8 +20,8 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import (
+from helpers import worlds
+from helpers.fault_job import (
     ALLOWANCE,
     BOUND,
     FAR,
@@ -45,7 +45,7 @@ from fault_job import (
     stop_interfering,
     survivors,
 )
-from sampling import sampled
+from helpers.sampling import sampled
 
 import reloadpg
 from reloadpg.testing import simulated

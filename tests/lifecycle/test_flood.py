@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
+from helpers import worlds
 
 import reloadpg
 

@@ -9,8 +9,17 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import PATIENCE, Injected, Job, all_reduce, attempt, base_store, die, survivors
-from replacing import store as job_store
+from helpers.fault_job import (
+    PATIENCE,
+    Injected,
+    Job,
+    all_reduce,
+    attempt,
+    base_store,
+    die,
+    survivors,
+)
+from helpers.replacing import store as job_store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg

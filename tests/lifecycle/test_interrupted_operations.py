@@ -7,9 +7,9 @@ import sys
 import warnings
 
 import pytest
-import worlds
-from fault_job import FAR, Job, attempt, base_store, join_operations
-from interrupting import interrupt_at, interrupted_at_call
+from helpers import worlds
+from helpers.fault_job import FAR, Job, attempt, base_store, join_operations
+from helpers.interrupting import interrupt_at, interrupted_at_call
 
 import reloadpg
 from reloadpg.lifecycle import offload, recreate, reload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from job_ends import PROGRAMS, STATES, cells, check, core, program
+from helpers.job_ends import PROGRAMS, STATES, cells, check, core, program
 
 ALL = cells("gloo")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_job import Injected, Job, all_reduce, attempt
-from replacing import RANKS, VICTIM, die, incarnation, run_replaced
+from helpers.fault_job import Injected, Job, all_reduce, attempt
+from helpers.replacing import RANKS, VICTIM, die, incarnation, run_replaced
 
 import reloadpg
 

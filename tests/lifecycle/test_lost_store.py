@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import worlds
-from fault_job import ALLOWANCE, BOUND, PARALLELISM, Job, attempt, backend_for, interfere
-from sampling import sampled
+from helpers import worlds
+from helpers.fault_job import ALLOWANCE, BOUND, PARALLELISM, Job, attempt, backend_for, interfere
+from helpers.sampling import sampled
 
 import reloadpg
 from reloadpg.testing import run_ranks

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
+from helpers import worlds
 
 import reloadpg
 from reloadpg.testing import simulated

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import worlds
-from fault_job import ALLOWANCE, Job, attempt, fail, interfere, meet, stop_interfering
-from sampling import sampled
-from watched_store import WatchedStore
+from helpers import worlds
+from helpers.fault_job import ALLOWANCE, Job, attempt, fail, interfere, meet, stop_interfering
+from helpers.sampling import sampled
+from helpers.watched_store import WatchedStore
 
 import reloadpg
 from reloadpg.testing import run_ranks, simulated

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
+from helpers import worlds
 
 import reloadpg
 from reloadpg import c10d

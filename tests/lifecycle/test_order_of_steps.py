@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 
-import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from jobs import start
+from helpers import faulty_gloo, worlds
+from helpers.jobs import start
 
 import reloadpg
 from reloadpg.c10d import devices

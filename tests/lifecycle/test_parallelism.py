@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import worlds
-from fault_job import BOUND, FAR, PATIENCE, Job, base_store, eventually
-from sampling import sampled
+from helpers import worlds
+from helpers.fault_job import BOUND, FAR, PATIENCE, Job, base_store, eventually
+from helpers.sampling import sampled
 
 import reloadpg
 from reloadpg.testing import simulated

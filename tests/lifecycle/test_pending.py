@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import Job, join_operations, signalling
-from worlds import summed
+from helpers import worlds
+from helpers.fault_job import Job, join_operations, signalling
+from helpers.worlds import summed
 
 import reloadpg
 from reloadpg.groups.offloaded import UnderWay

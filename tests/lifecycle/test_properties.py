@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from helpers.program_ranks import Pool
+from helpers.programs import Model, Program, programs
 from hypothesis import HealthCheck, Phase, given, settings
-from program_ranks import Pool
-from programs import Model, Program, programs
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES") or (500 if NIGHTLY else 50))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import (
+from helpers import worlds
+from helpers.fault_job import (
     BOUND,
     HELD,
     IMPATIENCE,
@@ -28,7 +28,7 @@ from fault_job import (
     eventually,
     impatience,
 )
-from sampling import sampled
+from helpers.sampling import sampled
 from torch.torch_version import TorchVersion
 
 import reloadpg

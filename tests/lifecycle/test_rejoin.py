@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import BOUND, PATIENCE, Injected, Job, attempt, fail, interfere
-from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, store
+from helpers import worlds
+from helpers.fault_job import BOUND, PATIENCE, Injected, Job, attempt, fail, interfere
+from helpers.replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, store
 from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from fault_job import HELD, Job, fail
+from helpers.fault_job import HELD, Job, fail
 
 import reloadpg
 from reloadpg.lifecycle import memory

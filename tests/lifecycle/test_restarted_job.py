@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import meet
-from launching import HELPERS, launch
-from replacing import store
+from helpers.fault_job import meet
+from helpers.launching import HELPERS, launch
+from helpers.replacing import store
 
 import reloadpg
 from reloadpg.testing import run_ranks

@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import FAR, Injected, Job, all_reduce, attempt, fail, interfere, stop_interfering
+from helpers import worlds
+from helpers.fault_job import (
+    FAR,
+    Injected,
+    Job,
+    all_reduce,
+    attempt,
+    fail,
+    interfere,
+    stop_interfering,
+)
 
 import reloadpg
 from reloadpg.testing.simulated import Fault, inject

@@ -7,10 +7,10 @@ import sys
 import weakref
 from types import ModuleType, SimpleNamespace
 
-import faulty_gloo
 import pytest
 import torch.distributed as dist
-from worlds import BACKEND, TIMEOUT, init, summed
+from helpers import faulty_gloo
+from helpers.worlds import BACKEND, TIMEOUT, init, summed
 
 import reloadpg
 from reloadpg import DisagreementError, GroupOffloadedError, PeerFailedError

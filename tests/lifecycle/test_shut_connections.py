@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import base_store, connections
+from helpers.fault_job import base_store, connections
 
 import reloadpg
 from reloadpg import c10d

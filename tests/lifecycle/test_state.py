@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import Injected, Job, all_reduce, attempt
-from replacing import RANKS, VICTIM, die, incarnation, run_replaced
+from helpers.fault_job import Injected, Job, all_reduce, attempt
+from helpers.replacing import RANKS, VICTIM, die, incarnation, run_replaced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import FAR, HELD, MIB, STAYS, TRIANGLE, Job, reasons, strategies
+from helpers import worlds
+from helpers.fault_job import FAR, HELD, MIB, STAYS, TRIANGLE, Job, reasons, strategies
 
 import reloadpg
 from reloadpg import StrategyPolicy, c10d

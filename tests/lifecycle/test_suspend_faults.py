@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import HELD, STAYS, TRIANGLE, Job, reasons, strategies
+from helpers.fault_job import HELD, STAYS, TRIANGLE, Job, reasons, strategies
 
 import reloadpg
 from reloadpg.lifecycle import memory

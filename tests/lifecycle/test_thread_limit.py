@@ -6,9 +6,9 @@ import os
 import resource
 
 import pytest
-import worlds
-from fault_job import ALLOWANCE, FAR, Job, attempt, backend_for, interfere
-from sampling import sampled
+from helpers import worlds
+from helpers.fault_job import ALLOWANCE, FAR, Job, attempt, backend_for, interfere
+from helpers.sampling import sampled
 
 import reloadpg
 from reloadpg.testing import run_ranks

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import PARALLELISM, Job
+from helpers import worlds
+from helpers.fault_job import PARALLELISM, Job
 
 import reloadpg
 

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import (
+from helpers import faulty_gloo, worlds
+from helpers.fault_job import (
     PATIENCE,
     Injected,
     connections,
@@ -25,8 +24,8 @@ from fault_job import (
     interfere,
     stop_interfering,
 )
-from gpt_job import PRELOAD, GptTraining, cuda_on_cpu
-from sampling import sampled
+from helpers.gpt_job import PRELOAD, GptTraining, cuda_on_cpu
+from helpers.sampling import sampled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard

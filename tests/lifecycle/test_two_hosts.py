@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launching import HELPERS
-from two_hosts_job import ALLOWANCE_S, BOUND_S, program_of
-from worlds import SILENCE
+from helpers.launching import HELPERS
+from helpers.two_hosts_job import ALLOWANCE_S, BOUND_S, program_of
+from helpers.worlds import SILENCE
 
 import reloadpg
 
@@ -101,7 +101,7 @@ class Hosts:
             ranks_of_a_host: the number of ranks per host.
             addresses: the hosts' addresses for the store.
         """
-        paths = [str(Path(reloadpg.__file__).parents[1]), str(HELPERS)]
+        paths = [str(Path(reloadpg.__file__).parents[1]), str(HELPERS.parent)]
         paths += filter(None, [os.environ.get("PYTHONPATH")])
         for name, address in zip(self.names, addresses, strict=True):
             variables = {

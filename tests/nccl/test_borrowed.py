@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import CAN_SUSPEND, ENGINES, engine_variables, on_engines, start, summed
+from helpers.nccl_job import CAN_SUSPEND, ENGINES, engine_variables, on_engines, start, summed
 
 import reloadpg
 from reloadpg.errors import BorrowedError

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import eventually
-from nccl_job import (
+from helpers.fault_job import eventually
+from helpers.nccl_job import (
     ABORT_LEAVES,
     CAN_SUSPEND,
     ENGINES,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import (
+from helpers.nccl_job import (
     CAN_SPLIT_MIXED,
     CAN_SUSPEND,
     ENGINES,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from job_ends import PROGRAMS, STATES, Cell, cells, check, core, program
-from nccl_job import ENGINES, engine_variables
+from helpers.job_ends import PROGRAMS, STATES, Cell, cells, check, core, program
+from helpers.nccl_job import ENGINES, engine_variables
 
 pytestmark = [
     pytest.mark.standins,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import (
+from helpers.nccl_job import (
     ABORT_LEAVES,
     CAN_SUSPEND,
     LIMIT,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import on_engines
-from replacing import RANKS, VICTIM, die, incarnation, run_replaced
+from helpers.nccl_job import on_engines
+from helpers.replacing import RANKS, VICTIM, die, incarnation, run_replaced
 
 import reloadpg
 from reloadpg.cli.job import JobView

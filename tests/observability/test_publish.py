@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import worlds
-from reports import report
+from helpers import worlds
+from helpers.reports import report
 
 import reloadpg
 from reloadpg import observability

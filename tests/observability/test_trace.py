@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reports import group, report
+from helpers.reports import group, report
 
 from reloadpg.observability import TraceWriter, write_trace
 from reloadpg.reports import Span

@@ -27,7 +27,7 @@ def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.Compl
         **os.environ,
         **env,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "RELOADPG_GRACE_S": "3",
         "OMP_NUM_THREADS": "1",
         "CI": "true",  # pytest cuts no line of its summary then, and gives whole messages

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from datetime import timedelta
 
-import faulty_gloo
 import pytest
 import torch.distributed as dist
-from fault_job import die, survivors
+from helpers import faulty_gloo
+from helpers.fault_job import die, survivors
 
 import reloadpg
 from reloadpg.rendezvous.peers import Peers

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from explorer import OFFLOAD, RELOAD, Explorer, Scenario, World
-from sampling import sampled
+from helpers.explorer import OFFLOAD, RELOAD, Explorer, Scenario, World
+from helpers.sampling import sampled
 
 from reloadpg.rendezvous import protocol
 from reloadpg.rendezvous.decision import Decision

@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from rank_threads import FAR, PLAN, SOON, Job, two_barriers
+from helpers.rank_threads import FAR, PLAN, SOON, Job, two_barriers
+from helpers.watched_store import Watch, WatchedStore
+from helpers.worlds import SILENCE
 from torch.distributed import FileStore, HashStore, Store, TCPStore
-from watched_store import Watch, WatchedStore
-from worlds import SILENCE
 
 from reloadpg import c10d
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_job import eventually
+from helpers.fault_job import eventually
+from helpers.watched_store import WatchedStore
 from torch.distributed import HashStore
-from watched_store import WatchedStore
 
 import reloadpg
 from reloadpg.rendezvous.store_client import StoreClient, StorePool

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_calls import SUCCESS, Nccl
-from nccl_job import ENGINES, MIB, engine_variables
+from helpers.nccl_calls import SUCCESS, Nccl
+from helpers.nccl_job import ENGINES, MIB, engine_variables
 
 from reloadpg.testing import run_ranks, standins
 

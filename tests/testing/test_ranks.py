@@ -112,7 +112,7 @@ def reduce_ranks(rank: int, world_size: int) -> int:
 
 
 def describe_rank(rank: int, world_size: int, point: Point, *, key: str) -> dict[str, Any]:
-    import import_place
+    from helpers import import_place
 
     return {
         "call": (rank, world_size, point.x, key),
@@ -150,7 +150,7 @@ def seen(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
             kwargs={"key": "k"},
             env=environment,
             start_method=request.param,
-            preload=["import_place"],
+            preload=["helpers.import_place"],
             timeout=LIMIT,
         )
     return request.param, ranks
@@ -324,7 +324,7 @@ def fail_in_turn(rank: int, world_size: int) -> None:
 
     The time that they have after the first failure is over when rank 2 has seen rank 0 die.
     """
-    import supervising
+    from helpers import supervising
 
     distributed.init_process_group("gloo")
     store = distributed.distributed_c10d._get_default_store()
@@ -344,7 +344,7 @@ def fail_in_turn(rank: int, world_size: int) -> None:
 def test_the_message_begins_with_the_first_failure() -> None:
     """Then come its traceback, later failures, and the stacks of ranks that hang."""
     with pytest.raises(RanksFailedError, match=r"no process is left") as caught:
-        run_ranks(fail_in_turn, 3, preload=["supervising"], timeout=LIMIT)
+        run_ranks(fail_in_turn, 3, preload=["helpers.supervising"], timeout=LIMIT)
     message = str(caught.value)
     assert message.startswith("rank 1: ValueError: the cause; 3 of 3 ranks failed")
     first, second, third = (message.index(f"===== rank {rank}:") for rank in (1, 0, 2))
@@ -435,7 +435,7 @@ def wait_in_main(helper: threading.Thread) -> None:
 def wait_in_helper(folder: str, ends: bool = False) -> None:
     report(folder)
     if ends:
-        import supervising
+        from helpers import supervising
 
         supervising.await_return()
         supervising.advance(LIMIT)
@@ -444,7 +444,7 @@ def wait_in_helper(folder: str, ends: bool = False) -> None:
 
 def test_hanging_ranks_are_named_with_the_stacks_of_their_threads(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="the time limit of 280 s; 2 of 3 ranks") as caught:
-        run_ranks(hang, 3, args=(str(tmp_path),), preload=["supervising"], timeout=LIMIT)
+        run_ranks(hang, 3, args=(str(tmp_path),), preload=["helpers.supervising"], timeout=LIMIT)
     assert str(caught.value).count("in wait_in_main") == 2
     outcomes = caught.value.outcomes
     assert [o.timed_out for o in outcomes] == [False, True, True]
@@ -522,7 +522,7 @@ def test_daemons_of_ranks_end_with_the_run(tmp_path: Path, hangs: bool) -> None:
 
 
 def kill_supervisor(rank: int, world_size: int, folder: str) -> None:
-    import supervising
+    from helpers import supervising
 
     supervising.await_pids_sent()
     child = os.fork()
@@ -542,7 +542,7 @@ def test_a_killed_supervisor_fails_the_run_and_a_killed_server_is_replaced(
 ) -> None:
     """The ranks end with their children. New ranks have the environment of the caller."""
     with pytest.raises(RanksFailedError, match="lost: the process that supervises the ranks"):
-        args, preload = (str(tmp_path),), ["supervising"]
+        args, preload = (str(tmp_path),), ["helpers.supervising"]
         run_ranks(kill_supervisor, 1, args=args, preload=preload, timeout=LIMIT)
     wait_gone(reported(tmp_path, 1)[0])
     ((server, _),) = run_ranks(server_and_variable, 1, timeout=LIMIT)

@@ -7,11 +7,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import op_table
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import op_table
 
 import reloadpg
 from reloadpg.testing import simulated

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import worlds
+from helpers import worlds
 from torch.distributed import distributed_c10d
 
 import reloadpg

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import ENGINES, engine_variables, on_engines, on_ranks
+from helpers.nccl_job import ENGINES, engine_variables, on_engines, on_ranks
 
 from reloadpg.testing import run_ranks, standins
 
@@ -92,7 +92,7 @@ LACKING = (
 
 def check_operations(rank: int, n: int, bound: bool) -> None:
     """Every row of the operation table, and what it has no row for."""
-    import op_table
+    from helpers import op_table
 
     torch.set_default_device(torch.device("cuda", rank))
     start(rank, bound=bound)

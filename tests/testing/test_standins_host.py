@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from nccl_calls import SUCCESS, Nccl, Running
-from nccl_job import on_ranks
+from helpers.nccl_calls import SUCCESS, Nccl, Running
+from helpers.nccl_job import on_ranks
 
 from reloadpg.testing import run_ranks, standins
 

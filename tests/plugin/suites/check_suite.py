@@ -82,7 +82,7 @@ def test_skips_without_a_collective():
     pytest.skip("no such machine")
 
 
-@pytest.mark.ranks(2, backend="gloo", preload=["supervising"])  # rank 0 has time to end
+@pytest.mark.ranks(2, backend="gloo", preload=["helpers.supervising"])  # rank 0 has time to end
 def test_fails_on_one_rank(rank):
     print(f"words of rank {rank}")
     numbers = [1, 2, 3]
@@ -90,10 +90,10 @@ def test_fails_on_one_rank(rank):
         assert numbers[rank] == 7
 
 
-@pytest.mark.ranks(2, timeout=60, preload=["supervising"])
+@pytest.mark.ranks(2, timeout=60, preload=["helpers.supervising"])
 def test_hangs_on_one_rank(rank):
     if rank == 0:
-        import supervising
+        from helpers import supervising
 
         supervising.await_return()
         supervising.advance(60)

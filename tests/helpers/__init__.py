@@ -1,0 +1,1 @@
+"""What several tests share: a module for each concern. Some are scripts that tests run."""
