@@ -20,7 +20,8 @@ def settings(request: pytest.FixtureRequest) -> Any:
 def test_files_exist(settings: Any) -> None:
     """Those that begin a run, that run in one world alone, and whose asserts are rewritten."""
     names = [*settings.LONGEST, *settings.ONE_WORLD, *settings.REWRITTEN]
-    assert [name for name in names if not any(ROOT.rglob(f"{name.replace(chr(46), chr(47))}.py"))] == []
+    files = [f"{name.replace('.', '/')}.py" for name in names]
+    assert [file for file in files if not any(ROOT.rglob(file))] == []
 
 
 def test_left_out_tests_exist(settings: Any) -> None:
