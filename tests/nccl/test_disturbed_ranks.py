@@ -131,7 +131,7 @@ class Player:
         calls: dict[str, Callable[[], object]] = {
             "reload": reloadpg.reload,
             "resume": reloadpg.reload,
-            "recover": lambda: reloadpg.recovery.recover("a test"),
+            "recover": lambda: reloadpg.recovery.recover("a test", timeout=BOUND),
         }
         if operation in ("reload", "resume"):
             reloadpg.offload()

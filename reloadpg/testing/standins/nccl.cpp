@@ -193,6 +193,7 @@ struct ncclComm {
   bool suspended = false;
   std::atomic<bool> ended{false};
   std::set<int> connected;  // members with which an operation has connected it
+  bool met = false;         // whether a collective has connected all members, in its call
   long left() const { return std::min(bytes, footprint.left); }  // by a suspend
   std::shared_ptr<int> shares;  // shared by all communicators that splits with splitShare=1 connect
 
@@ -1347,9 +1348,25 @@ ncclResult_t forward(const std::vector<Pending>& pending) {
   return real_failed(result, nullptr);
 }
 
+// With RELOADPG_STANDIN_CONNECT=1, the first collective of a communicator waits in its call until
+// all members have made it: NCCL connects them there.
+ncclResult_t meet_in_first(const std::vector<Pending>& pending) {
+  if (host_code::given() || !number("CONNECT", 0)) return ncclSuccess;
+  for (auto& each : pending) {
+    if (!each.collective) continue;
+    {
+      Lock lock(each.comm->mutex);
+      if (std::exchange(each.comm->met, true)) continue;
+    }
+    if (!meet(each.comm.get(), 0, 0)) return fail(ncclInvalidUsage, "aborted while it connects");
+  }
+  return ncclSuccess;
+}
+
 ncclResult_t launch_pending() {
   std::vector<Pending> pending = std::move(t_pending);
   t_pending.clear();
+  if (ncclResult_t result = meet_in_first(pending)) return result;
   if (ncclResult_t result = forward(pending)) return result;
   for (auto& each : pending)
     if (each.collective) launch(each.comm, each.stream, each.collective);
