@@ -9,7 +9,7 @@ communicators (``eager_connect_single_device``); collectives run one group after
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -75,12 +75,16 @@ def late_connections(groups: Iterable[ManagedGroup]) -> str:
     )
 
 
-def connect_group(group: ManagedGroup) -> None:
-    """Create the communicator of a live group, without a kernel. Collective, idempotent."""
+def connect_group(group: ManagedGroup) -> Any:
+    """Create the communicator of a live group, without a kernel. Collective, idempotent.
+
+    Returns the backend that has it.
+    """
     device = _device(group)
     backend = backend_for(group.proxy, device)
     if not is_connected(backend):
         backend.eager_connect_single_device(device)
+    return backend
 
 
 def check_group(group: ManagedGroup, how: Connect) -> None:

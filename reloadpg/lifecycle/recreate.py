@@ -155,7 +155,11 @@ class Rebuilds:
             finally:
                 self._created[group].set()
         if self._connect != "none" and not attempt.abandoned and connects_alone(group):
-            connect_group(group)
+            backend = connect_group(group)
+            if attempt.abandoned:
+                # ``ProcessGroupNCCL`` had no communicator yet when it was aborted, and would keep
+                # the one that it has got since (torch 2.8.0 to 2.15.0 over stand-ins for NCCL).
+                abort_communicator(backend)
 
     def check(self, group: ManagedGroup, attempt: Attempt, index: int) -> None:
         check_group(group, self._connect)
