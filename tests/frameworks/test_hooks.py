@@ -8,21 +8,16 @@ Not part of any other run: ``nox -s frameworks`` installs the frameworks, as
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers.launching import HERE, activation, ranks_of, torchrun
+from helpers.launching import DEEPSPEED, HERE, activation, build_deepspeed, ranks_of, torchrun
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
 
-PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-"""One ninja for DeepSpeed's build and for the ranks: another one builds all of it again."""
-
-COMMON = {"PATH": PATH, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+COMMON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **DEEPSPEED}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"}
 
 
@@ -45,13 +40,6 @@ FRAMEWORKS = (
     Framework("trl", "GRPOTrainer, DDP", "trl.offloaded_rollout", 8),
     Framework("deepspeed", "engine, ZeRO 1, 2, 3", "deepspeed.offloaded", 12),
 )
-
-
-def build_deepspeed() -> None:
-    """Build what DeepSpeed compiles at its first use on a CPU: ranks would not wait that long."""
-    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": PATH}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=800)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,22 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
 from helpers import asleep
-from helpers.launching import HELPERS, HERE, ROOT, clean_environment, ranks_of
+from helpers.launching import (
+    DEEPSPEED,
+    HELPERS,
+    HERE,
+    ROOT,
+    build_deepspeed,
+    clean_environment,
+    ranks_of,
+)
 
 
 class Program(NamedTuple):
@@ -23,6 +32,7 @@ class Program(NamedTuple):
 
     script: Path
     ranks: int = 2
+    environment: Mapping[str, str] = {}
 
 
 SCRIPTS = HERE / "scripts"
@@ -33,6 +43,7 @@ PROGRAMS = {
     "transformers": Program(SCRIPTS / "hook_transformers.py"),
     "lightning": Program(SCRIPTS / "hook_lightning.py"),
     "trl": Program(SCRIPTS / "hook_trl.py"),
+    "deepspeed": Program(SCRIPTS / "hook_deepspeed.py", environment=DEEPSPEED),
 }
 """The scripts of hooks run without their hook."""
 
@@ -77,6 +88,7 @@ def run(program: Program, folder: Path, *before: object) -> Ended:
     ranks = []
     for rank in range(program.ranks):
         environment = {**clean_environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment |= program.environment
         with (folder / f"stderr.{rank}").open("w") as stderr:
             ranks.append(
                 subprocess.Popen(
@@ -104,10 +116,19 @@ def _plain(stderr: str) -> str:
     return "\n".join(line for line in kept if not line.startswith("    "))
 
 
+@pytest.fixture
+def program(name: str) -> Program:
+    if name == "deepspeed":
+        build_deepspeed()
+    return PROGRAMS[name]
+
+
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_a_program_ends_while_its_groups_are_offloaded(name: str, way: str, tmp_path: Path) -> None:
+def test_a_program_ends_while_its_groups_are_offloaded(
+    program: Program, way: str, tmp_path: Path
+) -> None:
     """Exit codes and what is printed are those of the program without reloadpg; nothing hangs."""
-    program, helper = PROGRAMS[name], HELPERS / "asleep.py"
+    helper = HELPERS / "asleep.py"
     plain = run(program, tmp_path / "plain", helper, way, 0)
     codes = {"return": 0, "exception": 1, "exit": 3, "SIGTERM": -15, "SIGINT": -2}
     assert plain.codes == [codes[way]] * program.ranks, plain
@@ -116,9 +137,11 @@ def test_a_program_ends_while_its_groups_are_offloaded(name: str, way: str, tmp_
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_with_a_cycle_after_every_step_is_bit_equal(name: str, tmp_path: Path) -> None:
+def test_a_program_with_a_cycle_after_every_step_is_bit_equal(
+    program: Program, tmp_path: Path
+) -> None:
     """Losses and weights of every rank. (JSON keeps a float exactly.)"""
-    program, folders = PROGRAMS[name], [tmp_path / "plain", tmp_path / "cycled"]
+    folders = [tmp_path / "plain", tmp_path / "cycled"]
     plain = run(program, folders[0])
     assert plain.codes == [0] * program.ranks, plain
     cycled = run(program, folders[1], HELPERS / "cycling.py", folders[1], "--every-step")

@@ -109,3 +109,17 @@ def ranks_of(folder: Path, label: str) -> list[Any]:
     """Read the files `label.RANK.json` of the ranks of a job, in rank order."""
     found = sorted(folder.glob(f"{label}.*.json"), key=lambda path: int(path.suffixes[0][1:]))
     return [json.loads(path.read_text()) for path in found]
+
+
+DEEPSPEED = {
+    # One ninja for its build and for the ranks: another one builds all of it again.
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "DS_ACCELERATOR": "cpu",
+}
+
+
+def build_deepspeed() -> None:
+    """Build what DeepSpeed compiles at its first use on a CPU: ranks would not wait that long."""
+    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    environment = {**os.environ, **DEEPSPEED}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=800)
