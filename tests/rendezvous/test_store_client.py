@@ -121,7 +121,7 @@ def test_clients_are_connected_ahead_one_at_a_time_until_the_job_ends() -> None:
 
 
 ENDS_WITH_A_REQUEST = """
-import atexit, os, signal, subprocess, sys, threading
+import atexit, os, pathlib, signal, sys, threading
 left = lambda: [one.name for one in threading.enumerate() if one.name == "reloadpg-store"]
 atexit.register(lambda: print("left", left(), flush=True))  # after those of reloadpg
 import torch.distributed as dist
@@ -131,6 +131,9 @@ store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 client = StoreClient(lambda: store)
 client.ask(lambda own: own.set("key", "value"), worker_thread.Wait("connect", 60.0))
 os.kill(int(sys.argv[2]), signal.SIGSTOP)
+state = lambda task: (task / "stat").read_text().rpartition(")")[2].split()[0]
+while any(state(task) != "T" for task in pathlib.Path("/proc", sys.argv[2], "task").iterdir()):
+    pass  # its threads stop one after another, and one of them could still respond
 worker_thread._EXIT_S = 0.1
 try:
     client.ask(lambda own: own.get("key"), worker_thread.Wait("test", 0.1))
