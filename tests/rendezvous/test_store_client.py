@@ -121,7 +121,7 @@ def test_clients_are_connected_ahead_one_at_a_time_until_the_job_ends() -> None:
 
 
 ENDS_WITH_A_REQUEST = """
-import atexit, os, pathlib, signal, sys, threading
+import atexit, sys, threading
 left = lambda: [one.name for one in threading.enumerate() if one.name == "reloadpg-store"]
 atexit.register(lambda: print("left", left(), flush=True))  # after those of reloadpg
 import torch.distributed as dist
@@ -130,10 +130,8 @@ from reloadpg.rendezvous.store_client import StoreClient, StoreSilent
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 client = StoreClient(lambda: store)
 client.ask(lambda own: own.set("key", "value"), worker_thread.Wait("connect", 60.0))
-os.kill(int(sys.argv[2]), signal.SIGSTOP)
-state = lambda task: (task / "stat").read_text().rpartition(")")[2].split()[0]
-while any(state(task) != "T" for task in pathlib.Path("/proc", sys.argv[2], "task").iterdir()):
-    pass  # its threads stop one after another, and one of them could still respond
+print("connected", flush=True)
+sys.stdin.readline()
 worker_thread._EXIT_S = 0.1
 try:
     client.ask(lambda own: own.get("key"), worker_thread.Wait("test", 0.1))
@@ -151,9 +149,17 @@ def test_a_request_without_a_response_has_ended_when_the_process_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", server], **pipes) as host:
         try:
             port = host.stdout.readline().decode().strip()
-            command = [sys.executable, "-c", ENDS_WITH_A_REQUEST, port, str(host.pid)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            command = [sys.executable, "-c", ENDS_WITH_A_REQUEST, port]
+            pipes["stderr"] = subprocess.PIPE
+            with subprocess.Popen(command, **pipes, text=True) as client:
+                try:
+                    assert client.stdout.readline() == "connected\n"
+                    host.send_signal(signal.SIGSTOP)
+                    os.waitpid(host.pid, os.WUNTRACED)  # until all of its threads have stopped
+                    shown, errors = client.communicate("stopped\n", timeout=120)
+                finally:
+                    client.kill()
         finally:
             host.kill()
-    assert done.stdout == "silent ['reloadpg-store']\nleft []\n", done.stderr
-    assert done.returncode == 0
+    assert shown == "silent ['reloadpg-store']\nleft []\n", errors
+    assert client.returncode == 0
