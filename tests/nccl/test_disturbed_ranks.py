@@ -165,7 +165,11 @@ class Player:
         self._meetings.meet()
         # Each thread that creates groups gets its store client in the first operation.
         stores = THREADS if operation == "first offload" else 0
-        return Seen(bool(error), state, right, left_over(before, stores=stores), error)
+        # Torch's first engine cannot end a creation whose other members have given it up: a member
+        # that continues later waits in NCCL until its process ends.
+        legacy = os.environ["TORCH_DIST_USE_NCCL2"] == "0"
+        stuck = len(self._groups) if legacy and (point, how) == ("init", "stopped") else 0
+        return Seen(bool(error), state, right, left_over(before, stuck, stores), error)
 
 
 def survive(rank: int, size: int, operation: str, how: str) -> list[Seen]:
