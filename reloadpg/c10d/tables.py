@@ -199,14 +199,13 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
             table[proxy] = entry
     name, tag, tags = tables.pg_names[proxy], tables.pg_to_tag.get(proxy), tables.tags_to_pg
     with _changing_lists:
-        for groups in (tags.get(""), tags.get(tag) if tag else None):
-            if not groups:
-                continue
-            # Torch appends: a new group is the last, unless another thread has created one since.
-            if groups[-1] is inner:
-                groups[-1] = proxy
-            elif inner in groups:
-                groups[groups.index(inner)] = proxy
+        for groups in (tags.get("", []), tags.get(tag, []) if tag else []):
+            # Torch appends: a new group is the last. Its index does not change here.
+            index = len(groups) - 1
+            while index >= 0 and groups[index] is not inner:
+                index -= 1
+            if index >= 0:
+                groups[index] = proxy
     _cpp._unregister_process_group(name)
     _cpp._register_process_group(name, proxy)
     if tables.default_pg is inner:

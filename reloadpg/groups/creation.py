@@ -110,7 +110,7 @@ class Call(NamedTuple):
     ) -> Call:
         keywords = _NO_KEYWORDS
         if kwargs:
-            keywords = MappingProxyType({name: _copied(kwargs[name]) for name in kwargs})
+            keywords = MappingProxyType({name: _copied(value) for name, value in kwargs.items()})
         return cls(function, tuple(map(_copied, args)), keywords)
 
     @property

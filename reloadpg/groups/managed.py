@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +58,7 @@ class ManagedGroup:
         current: the live group that torch created, or the placeholder.
         target: what the proxy dispatches to: ``current``, or a placeholder while an operation has
             exclusive use of the group.
+        backend_name: what the proxy's ``name()`` returns.
         desc: the group's description.
         names_in_store: names of the generations that have keys in the job's store.
         set_name: the set that it belongs to.
@@ -100,6 +100,7 @@ class ManagedGroup:
         self.target: Any = inner
         self.construction = construction
         self.desc = construction.desc
+        self.backend_name = inner.name()
         self.names_in_store = [construction.name]
 
     @property
@@ -113,12 +114,6 @@ class ManagedGroup:
     @property
     def name(self) -> str:
         return self.construction.name
-
-    @cached_property
-    def backend_name(self) -> str:
-        """What the proxy's ``name()`` returns. It is first read of the group of generation 0."""
-        name: str = self.current.name()
-        return name
 
     @property
     def device(self) -> torch.device | None:
@@ -368,7 +363,6 @@ class ManagedGroup:
             is_placeholder = isinstance(current, Offloaded)
             backends = current.kept if is_placeholder else self._kept_group(current)
             target = Offloaded(self, backends, under_way=self.under_way, current=current)
-        _ = self.backend_name  # before its group goes
         self.current, self.target = current, target
         proxy = self._proxy()
         if proxy is not None:  # the program may have deleted it during the operation

@@ -235,6 +235,38 @@ def _cost_of_creations(rank, world_size):
     return facts
 
 
+class _AppendedTo(list):
+    """A list to which another thread appends an item, after the first one was read."""
+
+    other = None
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        if self.other is not None:
+            self.append(self.other)
+            self.other = None
+        return item
+
+
+def _created_while_another_thread_creates(rank, world_size):
+    with reloadpg.install(backends={"fake"}):
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        tags = dist.distributed_c10d._world.tags_to_pg
+        before = list(tags.setdefault("", []))
+        tags[""] = _AppendedTo(before)
+        tags[""].other = other = "the group of another thread"
+        group = dist.new_group([0, 1])
+        seen = list(tags[""])
+        tags[""] = before
+        dist.destroy_process_group()
+    return seen == [*before, group, other]
+
+
+def test_a_group_that_another_thread_creates_stays_in_torchs_list():
+    """While the proxy takes the place of its group there."""
+    assert run_ranks(_created_while_another_thread_creates, 1, timeout=60) == [True]
+
+
 @pytest.mark.matrix
 def test_the_cost_of_a_creation_depends_on_no_size():
     """Every rank calls ``new_group`` for every group of the job: 100,000 times in a large one.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from helpers.nccl_job import (
 )
 
 import reloadpg
+from reloadpg.lifecycle.connect import connect_group
 from reloadpg.testing import run_ranks, simulated, standins
 
 pytestmark = [
@@ -94,6 +96,11 @@ def arm(point: str, how: str) -> None:
         standins.clear_faults()
 
     threading.Thread(target=watch, daemon=True, name="reloadpg test").start()
+
+
+def connecting() -> int:
+    """The number of threads of this process that wait in NCCL for the members of a new group."""
+    return sum(frame.f_code is connect_group.__code__ for frame in sys._current_frames().values())
 
 
 class Player:
@@ -165,10 +172,12 @@ class Player:
         self._meetings.meet()
         # Each thread that creates groups gets its store client in the first operation.
         stores = THREADS if operation == "first offload" else 0
-        # Torch's first engine cannot end a creation whose other members have given it up: a member
-        # that continues later waits in NCCL until its process ends.
-        legacy = os.environ["TORCH_DIST_USE_NCCL2"] == "0"
-        stuck = len(self._groups) if legacy and (point, how) == ("init", "stopped") else 0
+        stuck = 0
+        if os.environ["TORCH_DIST_USE_NCCL2"] == "0" and (point, how) == ("init", "stopped"):
+            # Torch's first engine cannot end a creation whose other members have given it up: a
+            # thread of a member that continues later waits in NCCL until its process ends.
+            eventually(lambda: standins.communicators() - before.communicators <= connecting())
+            stuck = connecting()
         return Seen(bool(error), state, right, left_over(before, stuck, stores), error)
 
 
