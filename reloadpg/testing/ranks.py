@@ -17,6 +17,7 @@ The runner uses ``SIGUSR1`` of the ranks.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import multiprocessing
 import multiprocessing.util
@@ -171,7 +172,8 @@ def run_ranks(
             returned a value that cannot be pickled, or was running at the timeout. The message has
             every failed rank's traceback, exit code or signal, output, and for hung ranks the
             Python stacks. After the first failure the others get one second to fail as well.
-        ValueError: An argument is out of range; nothing was started.
+        ValueError: An argument is out of range, or a module of `preload` is not found; nothing was
+            started.
         TypeError: `fn` or the arguments cannot be pickled, or `preload` is one string; nothing was
             started.
         StandinsError: The stand-ins cannot be built; nothing was started.
@@ -195,6 +197,8 @@ def run_ranks(
         raise ValueError(f"start_method must be forkserver or spawn, got {start_method!r}")
     if isinstance(preload, str):
         raise TypeError(f"preload={preload!r} is not a list of modules; nothing was started")
+    if absent := [name for name in preload if not _is_found(name)]:
+        raise ValueError(f"preload: no module named {', '.join(absent)}; nothing was started")
     if store not in ("parent", "rank0"):
         raise ValueError(f"store must be parent or rank0, got {store!r}")
     call, modules = _pickled(fn, tuple(args), dict(kwargs or {}))
@@ -235,6 +239,12 @@ def run_ranks(
 
 # ---------------------------------------------------------------------------------------------
 # the input of ranks
+
+
+def _is_found(module: str) -> bool:
+    with contextlib.suppress(ModuleNotFoundError):
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    return False  # a package of it is not found
 
 
 def _texts(env: Mapping[str, Any]) -> dict[str, str | None]:

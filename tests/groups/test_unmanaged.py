@@ -370,7 +370,10 @@ def test_a_registered_group_whose_far_end_is_dead_is_left_out(rank, free_port):
 
     returned = []
     if rank == 2:
-        dist.destroy_process_group(make())
+        group = make()
+        # gloo returns here before it does on rank 0, whose connection must not be closed until then.
+        shared.wait(["the trainer has connected"], TIMEOUT)
+        dist.destroy_process_group(group)
         shared.set("engine has ended", "1")
         shared.wait(["the trainer has skipped"], TIMEOUT)
         group = make()
@@ -380,6 +383,7 @@ def test_a_registered_group_whose_far_end_is_dead_is_left_out(rank, free_port):
     dist.init_process_group("gloo", store=dist.PrefixStore("job", shared), rank=rank, world_size=2)
     if rank == 0:
         group = reloadpg.register_group(make(), rebuild=rebuild)
+        shared.set("the trainer has connected", "1")
         with pytest.raises(reloadpg.errors.InvalidOptionError, match="was not passed to"):
             reloadpg.reload(skip=dist.group.WORLD)
     shared.wait(["engine has ended"], TIMEOUT)

@@ -472,6 +472,8 @@ def test_ranks_that_are_starting_at_the_time_limit_are_reported(
         ({"timeout": float("nan")}, ValueError, "timeout=nan is not a time between"),
         ({"start_method": "fork"}, ValueError, "start_method must be"),
         ({"preload": "megatron.core"}, TypeError, "is not a list of modules"),
+        ({"preload": ["torch", "tortch"]}, ValueError, "preload: no module named tortch;"),
+        ({"preload": ["no_package.part"]}, ValueError, "no module named no_package.part;"),
         ({"store": "rank1"}, ValueError, "store must be"),
         (
             {"fn": lambda rank, world_size: None},
