@@ -148,12 +148,13 @@ def frameworks(session: nox.Session) -> None:
     # verl states an older transformers than the other hooks; its workers do with this one.
     session.install(*pins, "--no-deps", "verl")
     verl_imports = ("pillow", "tensordict", "ray", "omegaconf", "codetiming", "fastapi", "uvicorn")
-    session.install(*pins, *verl_imports, "torchft")
+    session.install(*pins, *verl_imports, "peft", "hydra-core", "torchft")
+    session.install(*pins, "torchtitan", "triton")  # its kernels are imported, not run
     session.run(
         *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
         *(
             f"tests/frameworks/test_{name}.py"
-            for name in ("hooks", "verl", "torchft", "whole_programs")
+            for name in ("hooks", "verl", "torchft", "ray", "whole_programs")
         ),
         "tests/examples/test_blocks.py",
         env={"TEST_FRAMEWORKS_TABLE": "docs/frameworks.md"},

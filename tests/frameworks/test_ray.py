@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 from helpers.launching import activation
-from helpers.ray_job import BOUND_S, RANKS, Recoverable, Trainer, a_ray
+from helpers.ray_job import BOUND_S, RANKS, Recoverable, Trainer, a_ray, fit
 
 from reloadpg.errors import InvalidOptionError, ReloadpgError
 from reloadpg.integrations import ray as ours
@@ -183,6 +183,34 @@ def test_an_actor_that_died_is_replaced(variables: dict[str, str]) -> None:
     assert replaced == {"rejoined": True, "weight": 300.0, "log": [(2, (0,)), (3, ())]}
     log = [(0, ()), (1, ()), (2, ()), (2, (0,)), (3, ())]
     assert others == [{"rejoined": False, "weight": 300.0, "log": log}] * 3
+
+
+@pytest.mark.frameworks
+@driver
+def test_ray_train_with_a_cycle_after_every_step_is_bit_equal(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    """Losses and weights of both workers. Ray creates their group before the user's function."""
+    plain, errors = fit({**variables, "RELOADPG_AUTOINSTALL": "0"}, tmp_path / "plain")
+    assert (len(plain), errors) == (2, [])
+    cycled, errors = fit(variables, tmp_path / "cycled")
+    assert errors == []
+    assert [worker.pop("cycles") for worker in (*plain, *cycled)] == [[]] * 2 + [
+        [[1, "offloaded"]] * 8
+    ] * 2
+    assert cycled == plain
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("way", ["return", "exception", "exit", "SIGTERM"])
+@driver
+def test_workers_of_ray_train_end_while_their_groups_are_offloaded(
+    way: str, variables: dict[str, str], tmp_path: Path
+) -> None:
+    """Ray Train raises the same as without reloadpg."""
+    plain = fit({**variables, "RELOADPG_AUTOINSTALL": "0"}, tmp_path / "plain", way)
+    assert bool(plain[1]) == (way != "return")
+    assert fit(variables, tmp_path / "asleep", way) == plain
 
 
 def test_local_ranks_are_counted_on_each_node_in_any_order_of_nodes() -> None:

@@ -371,7 +371,7 @@ def test_a_registered_group_whose_far_end_is_dead_is_left_out(rank, free_port):
     returned = []
     if rank == 2:
         group = make()
-        # gloo returns here before it does on rank 0, whose connection must not be closed until then.
+        # gloo may return here before it does on rank 0, which needs the connection until then.
         shared.wait(["the trainer has connected"], TIMEOUT)
         dist.destroy_process_group(group)
         shared.set("engine has ended", "1")

@@ -39,6 +39,15 @@ WAYS: dict[str, Callable[[], object]] = {
 """The ways to end within a step; ``return`` ends the script as if it were shorter."""
 
 
+def wait_for_all() -> None:
+    """Wait until all ranks are here, by the store of the test, which outlives them."""
+    port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    if store.add("asleep", 1) == size:
+        store.set("all are asleep", "")
+    store.wait(["all are asleep"])
+
+
 def main() -> None:
     way, asleep, script, *arguments = sys.argv[1:]
     steps = 0
@@ -50,6 +59,7 @@ def main() -> None:
             dist.barrier()
             if asleep == "1":
                 reloadpg.offload()
+            wait_for_all()  # the rank that ends first may be the store's server
             if way == "return":
                 raise Ended
             WAYS[way]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from .asleep import WAYS
 
 RANKS = 4
 PAIRS = ((0, 2), (1, 3))
@@ -149,3 +152,63 @@ def a_ray(variables: dict[str, str]) -> Iterator[Path]:
         while left := list(filter(runs, set(started))):  # those of dead actors, too
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
+
+
+def train(config: dict[str, Any]) -> None:
+    """A user's training loop for Ray Train: cycles after every step, or an end while offloaded."""
+    import ray.train.torch
+    import torch
+    import torch.distributed as dist
+
+    import reloadpg
+
+    rank, cycles, losses = dist.get_rank(), [], []
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
+    model = ray.train.torch.prepare_model(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(8):
+        batch = torch.randn(4, 6, generator=generator)
+        optimizer.zero_grad()
+        loss = (model(batch) - batch.sum(1, keepdim=True).tanh()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if config["way"] and step == 2:
+            dist.barrier()
+            if reloadpg.is_installed():
+                reloadpg.offload()
+            if config["way"] == "return":
+                return
+            WAYS[config["way"]]()
+        if reloadpg.is_installed():
+            with reloadpg.offloaded() as report:
+                cycles.append([len(report.groups), reloadpg.status().state])
+    ray.train.report({"loss": losses[-1]})
+    weights = [parameter.tolist() for parameter in model.parameters()]
+    facts = {"losses": losses, "weights": weights, "cycles": cycles}
+    Path(config["folder"], f"{rank}.json").write_text(json.dumps(facts))
+
+
+def fit(variables: dict[str, str], folder: Path, way: str = "") -> tuple[list[Any], list[str]]:
+    """Run `train` on two workers of Ray Train; return their results, and the types of errors."""
+    errors: list[str] = []
+    folder.mkdir()
+    with a_ray(variables) as storage:
+        import ray.train.torch
+
+        trainer = ray.train.torch.TorchTrainer(
+            train,
+            train_loop_config={"way": way, "folder": str(folder)},
+            torch_config=ray.train.torch.TorchConfig(backend="gloo"),
+            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            run_config=ray.train.RunConfig(storage_path=str(storage), name="run"),
+        )
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            failures = error.worker_failures
+            errors += [type(error).__name__]
+            errors += [f"{rank}: {type(failures[rank])}" for rank in sorted(failures)]
+    return [json.loads(path.read_text()) for path in sorted(folder.iterdir())], errors
