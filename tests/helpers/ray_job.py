@@ -195,7 +195,8 @@ def fit(variables: dict[str, str], folder: Path, way: str = "") -> tuple[list[An
     """Run `train` on two workers of Ray Train; return their results, and the types of errors."""
     errors: list[str] = []
     folder.mkdir()
-    with a_ray(variables) as storage:
+    # Workers inherit the environment of the driver, which is a rank: Ray makes its own store.
+    with a_ray({**variables, "TORCHELASTIC_USE_AGENT_STORE": "False"}) as storage:
         import ray.train.torch
 
         trainer = ray.train.torch.TorchTrainer(
