@@ -21,6 +21,7 @@ from helpers.ray_job import BOUND_S, RANKS, Recoverable, Trainer, a_ray, fit
 from reloadpg.errors import InvalidOptionError, ReloadpgError
 from reloadpg.integrations import ray as ours
 from reloadpg.integrations.ray import ActorFailedError, ActorTimeoutError, job_variables
+from reloadpg.testing import run_ranks
 
 RAY = {
     # Without support for clusters Ray listens on 127.0.0.1 alone.
@@ -185,32 +186,36 @@ def test_an_actor_that_died_is_replaced(variables: dict[str, str]) -> None:
     assert others == [{"rejoined": False, "weight": 300.0, "log": log}] * 3
 
 
+def fitted(variables: dict[str, str], folder: Path, way: str = "") -> tuple[list[Any], list[str]]:
+    (result,) = run_ranks(fit, 1, args=(variables, folder, way), timeout=400, env=RAY)
+    return result
+
+
 @pytest.mark.frameworks
-@driver
+@pytest.mark.timeout(900)
 def test_ray_train_with_a_cycle_after_every_step_is_bit_equal(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
     """Losses and weights of both workers. Ray creates their group before the user's function."""
-    plain, errors = fit({**variables, "RELOADPG_AUTOINSTALL": "0"}, tmp_path / "plain")
+    plain, errors = fitted({**variables, "RELOADPG_AUTOINSTALL": "0"}, tmp_path / "plain")
     assert (len(plain), errors) == (2, [])
-    cycled, errors = fit(variables, tmp_path / "cycled")
+    cycled, errors = fitted(variables, tmp_path / "cycled")
     assert errors == []
-    assert [worker.pop("cycles") for worker in (*plain, *cycled)] == [[]] * 2 + [
-        [[1, "offloaded"]] * 8
-    ] * 2
+    cycles = [worker.pop("cycles") for worker in (*plain, *cycled)]
+    assert cycles == [*[[]] * 2, *[[[1, "offloaded"]] * 8] * 2]
     assert cycled == plain
 
 
 @pytest.mark.frameworks
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", ["return", "exception", "exit", "SIGTERM"])
-@driver
 def test_workers_of_ray_train_end_while_their_groups_are_offloaded(
     way: str, variables: dict[str, str], tmp_path: Path
 ) -> None:
     """Ray Train raises the same as without reloadpg."""
-    plain = fit({**variables, "RELOADPG_AUTOINSTALL": "0"}, tmp_path / "plain", way)
+    plain = fitted({**variables, "RELOADPG_AUTOINSTALL": "0"}, tmp_path / "plain", way)
     assert bool(plain[1]) == (way != "return")
-    assert fit(variables, tmp_path / "asleep", way) == plain
+    assert fitted(variables, tmp_path / "asleep", way) == plain
 
 
 def test_local_ranks_are_counted_on_each_node_in_any_order_of_nodes() -> None:

@@ -191,8 +191,13 @@ def train(config: dict[str, Any]) -> None:
     Path(config["folder"], f"{rank}.json").write_text(json.dumps(facts))
 
 
-def fit(variables: dict[str, str], folder: Path, way: str = "") -> tuple[list[Any], list[str]]:
-    """Run `train` on two workers of Ray Train; return their results, and the types of errors."""
+def fit(
+    rank: int, size: int, variables: dict[str, str], folder: Path, way: str
+) -> tuple[list[Any], list[str]]:
+    """Run `train` on two workers of Ray Train; return their results, and the types of errors.
+
+    In a process of its own: Ray starts once in each.
+    """
     errors: list[str] = []
     folder.mkdir()
     # Workers inherit the environment of the driver, which is a rank: Ray makes its own store.
