@@ -196,7 +196,7 @@ def fit(
 ) -> tuple[list[Any], list[str]]:
     """Run `train` on two workers of Ray Train; return their results, and the types of errors.
 
-    In a process of its own: Ray starts once in each.
+    Call it in a separate process: Ray starts once in each.
     """
     errors: list[str] = []
     folder.mkdir()
