@@ -78,7 +78,8 @@ def test_the_steps_over_stand_ins(tmp_path: Path) -> None:
     rest = benchmark("--standins", "--json", path, "--minutes", 8)
     steps = json.loads(path.read_text())["steps"]
     assert rest.returncode == 0, rest.stdout + rest.stderr
-    assert done.items() <= steps.items()
+    finished = {name: step for name, step in done.items() if "result" in step}
+    assert finished.items() <= steps.items()  # a step that the time ended runs again
     assert [name for name, step in steps.items() if "error" in step] == []
     assert steps["recreate, 2 ranks"]["result"]["same_bits"]
     held = steps["recreate, 2 ranks"]["result"]
