@@ -10,6 +10,8 @@ import gc
 import logging
 import os
 import signal
+import threading
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -436,6 +438,53 @@ def test_all_ranks_get_a_consistent_result_and_the_job_continues(rank: int, name
     if len(keys) > 2 and name.startswith(("some", "each")):  # keys do not accumulate
         half = len(keys) // 2
         assert max(keys[half:]) <= max(keys[:half]) + 4, keys
+
+
+@pytest.mark.ranks(4)
+def test_a_group_that_connects_after_a_failure_stays_until_the_others_are_notified(
+    rank: int,
+) -> None:
+    """Otherwise a peer that connects to it raises that, and not the error of the rank that failed.
+
+    Rank 1 fails in one creation, and connects another group while it notifies the others.
+    """
+    job = Job("sim", parallelism=8)
+    failing, connected = threading.Event(), threading.Event()
+    released: list[int] = []
+
+    def count() -> int:
+        return sum(g.state is simulated.SimState.RELEASED for g in simulated.groups(ended=True))
+
+    def notify_late(_: object) -> None:
+        before = count()
+        failing.set()
+        assert connected.wait(ALLOWANCE)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            released.append(count() - before)
+            time.sleep(0.01)
+
+    if rank == FAULTY:
+        for fault in (
+            simulated.Fault("create", "call", nth=3, call=lambda _: fail()),
+            simulated.Fault(
+                "connect", "call", nth=2, times=2, call=lambda _: failing.wait(ALLOWANCE)
+            ),
+            simulated.Fault(
+                "connect", "call", nth=2, moment="after", call=lambda _: connected.set()
+            ),
+            simulated.Fault("failure", "call", call=notify_late),
+        ):
+            simulated.inject(fault)
+    seen = attempt(lambda: reloadpg.recovery.recover("test", timeout=FAR))
+    assert seen.kind == ("RebuildError" if rank == FAULTY else "PeerFailedError"), seen
+    assert "injected" in seen.text
+    assert set(released) == ({0} if rank == FAULTY else set())
+    job.meet("ended")
+    stop_interfering()
+    reloadpg.recovery.recover("test", timeout=ALLOWANCE)
+    job.assert_live()
+    job.assert_memory()
 
 
 # -- dead ranks -----------------------------------------------------------------------------------
