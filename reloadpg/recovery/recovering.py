@@ -77,7 +77,8 @@ def recover(
     and the duration.
 
     ``on_offload`` callbacks are not called, since their communicators may be unusable and the other
-    ranks wait; ``on_reload`` callbacks are.
+    ranks wait; ``on_reload`` callbacks are, those with ``before=True`` only if groups were
+    offloaded.
 
     Afterwards all groups are live, also those that were offloaded. Each has run a small all-reduce,
     checked by value. The results of unfinished collectives are lost: the caller restores the state

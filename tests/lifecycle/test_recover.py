@@ -225,7 +225,10 @@ def test_an_abort_that_stalls_is_named_and_releases_its_memory_at_its_end(
 
 @pytest.mark.ranks(4)
 def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called(rank: int) -> None:
-    """The warning has the rank that requested the recovery, its reason, and the duration."""
+    """The warning has the rank that requested the recovery, its reason, and the duration.
+
+    Callbacks before a reload are called only if the job was offloaded.
+    """
     job = Job("gloo")
     warnings: list[str] = []
     called: list[str] = []
@@ -234,12 +237,18 @@ def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called(rank: i
     logging.getLogger("reloadpg").addHandler(handler)
     reloadpg.on_offload(lambda: called.append("offload"))
     reloadpg.on_reload(lambda: called.append("reload"))
+    reloadpg.on_reload(lambda: called.append("before"), before=True)
     reloadpg.recovery.recover("a link is down" if rank == FAULTY else None)
     assert called == ["reload"]
     assert job.sums()
     assert len(warnings) == (rank == 0), warnings
     for text in warnings:
         assert re.search(r"^recover: 4 groups in [\d.]+ ms, generation 1; rank 1: a link", text)
+    reloadpg.offload()
+    called.clear()
+    reloadpg.recovery.recover()
+    assert called == ["before", "reload"]
+    job.assert_live()
 
 
 # -- consecutive recoveries -----------------------------------------------------------------------
