@@ -24,6 +24,7 @@ from ..c10d import (
     labels_of,
     live_backends,
     raise_for_aborted,
+    shares_lock,
 )
 from ..errors import InvalidOptionError, PeerFailedError, RebuildError
 from ..groups.managed import ManagedGroup
@@ -56,16 +57,7 @@ def needs_collective(group: ManagedGroup) -> bool:
 
 def late_connections(groups: Iterable[ManagedGroup]) -> str:
     """Name the live groups in whose first collective a fault could not be ended; "" if none."""
-    late = [
-        group.proxy
-        for group in groups
-        if group.is_live
-        and group.construction.size > 1
-        and any(
-            connects_without_timeout(backend)
-            for backend in live_backends(group.proxy, group.construction.selected).values()
-        )
-    ]
+    late = _groups_with(connects_without_timeout, groups)
     if not late:
         return ""
     return (
@@ -73,6 +65,35 @@ def late_connections(groups: Iterable[ManagedGroup]) -> str:
         "collective. If a rank does not reach that collective, the others stay in it, past every "
         "timeout: torch's NCCL backend cannot end a connection."
     )
+
+
+def further_connections(groups: Iterable[ManagedGroup]) -> str:
+    """Name the live groups that cannot be aborted while NCCL connects more of them; "" if none."""
+    stuck = _groups_with(lambda backend: shares_lock([backend]), groups)
+    if not stuck:
+        return ""
+    return (
+        f"{counted(len(stuck), 'group')} ({labels_of(stuck)}) cannot be aborted while NCCL "
+        "connects more of their members, in the first send to a peer or the first collective of "
+        "another kind. If a rank fails there, its peers stay in that call, and no recovery "
+        "completes. Set TORCH_DIST_USE_NCCL2=0: torch's older NCCL engine can be aborted."
+    )
+
+
+def _groups_with(
+    condition: Callable[[Any], bool], groups: Iterable[ManagedGroup]
+) -> list[ProcessGroup]:
+    """The live groups of several ranks that have such a backend."""
+    return [
+        group.proxy
+        for group in groups
+        if group.is_live
+        and group.construction.size > 1
+        and any(
+            condition(backend)
+            for backend in live_backends(group.proxy, group.construction.selected).values()
+        )
+    ]
 
 
 def connect_group(group: ManagedGroup) -> Any:

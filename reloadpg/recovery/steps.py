@@ -30,7 +30,7 @@ from ..errors import (
 )
 from ..groups.proxy import managed
 from ..groups.registry import registry
-from ..lifecycle.connect import await_device, late_connections
+from ..lifecycle.connect import await_device, further_connections, late_connections
 from ..lifecycle.job import Job, Position, jobs
 from ..lifecycle.recreate import abort_communicator
 from ..lifecycle.run import notify
@@ -145,12 +145,12 @@ def retrying(
         )
     snapshot = None if state is None else Snapshot(state, replicas)
     rules = _Rules(tries, _read_on(on), seconds_of(timeout), snapshot)
-    _warn_of_unused()
+    _warn_of_connections()
     return _steps(iter(items), rules)
 
 
-def _warn_of_unused() -> None:
-    """Warn of groups in whose first collective a fault could not be ended. Local."""
+def _warn_of_connections() -> None:
+    """Warn of groups that a fault would leave connecting, without an end. Local."""
     text = late_connections(registry.managed())
     if text and "unused groups" not in registry.warned:
         registry.warned.add("unused groups")
@@ -158,6 +158,10 @@ def _warn_of_unused() -> None:
             f"retrying(): {text} Run a collective, such as an all-reduce, on each group before the "
             "loop."
         )
+    text = further_connections(registry.managed())
+    if text and "further connections" not in registry.warned:
+        registry.warned.add("further connections")
+        warn(f"retrying(): {text}", of_host=True)
 
 
 def _read_on(on: On | None) -> _On | None:

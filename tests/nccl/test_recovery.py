@@ -209,6 +209,10 @@ def test_a_loop_warns_of_groups_that_cannot_be_ended_while_they_connect(
     texts = [str(one.message) for one in seen if "past every timeout" in str(one.message)]
     assert len(texts) == (how == "new" or (how == "bound" and engine == "nccl2"))
     assert all(text.startswith("retrying(): 2 groups ") for text in texts)
+    # The first send to a peer, whatever a group has done before.
+    texts = [str(one.message) for one in seen if "no recovery completes" in str(one.message)]
+    assert len(texts) == (rank == 0 and engine == "nccl2")
+    assert all(text.startswith("retrying(): 2 groups ") for text in texts)
 
 
 @on_engines(2)
