@@ -273,8 +273,9 @@ class Round:
         try:
             seconds = max(NOTIFY_S, self._rendezvous.grace_s)
             self._rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
-            # Only such an error has a message to which the silent ranks can be appended.
-            self._close("", waits=isinstance(error, ReloadpgError))
+            # The groups are aborted next, and a rank that still connects to them would raise that
+            # instead of this error. An interrupt does not wait.
+            self._close("", waits=isinstance(error, Exception))
         except ReloadpgError as lost:
             _append(error, f"\nThe other ranks could not be notified: {lost}")
             return

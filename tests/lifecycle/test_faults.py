@@ -449,11 +449,19 @@ def test_a_group_that_connects_after_a_failure_stays_until_the_others_are_notifi
     Rank 1 fails in one creation, and connects another group while it notifies the others.
     """
     job = Job("sim", parallelism=8)
-    failing, connected = threading.Event(), threading.Event()
+    connecting, failing, connected = threading.Event(), threading.Event(), threading.Event()
     released: list[int] = []
 
     def count() -> int:
         return sum(g.state is simulated.SimState.RELEASED for g in simulated.groups(ended=True))
+
+    def fail_while_another_connects(_: object) -> None:
+        assert connecting.wait(ALLOWANCE)
+        fail()
+
+    def connect_late(_: object) -> None:
+        connecting.set()
+        assert failing.wait(ALLOWANCE)
 
     def notify_late(_: object) -> None:
         before = count()
@@ -466,10 +474,8 @@ def test_a_group_that_connects_after_a_failure_stays_until_the_others_are_notifi
 
     if rank == FAULTY:
         for fault in (
-            simulated.Fault("create", "call", nth=3, call=lambda _: fail()),
-            simulated.Fault(
-                "connect", "call", nth=2, times=2, call=lambda _: failing.wait(ALLOWANCE)
-            ),
+            simulated.Fault("create", "call", nth=3, call=fail_while_another_connects),
+            simulated.Fault("connect", "call", nth=2, times=2, call=connect_late),
             simulated.Fault(
                 "connect", "call", nth=2, moment="after", call=lambda _: connected.set()
             ),

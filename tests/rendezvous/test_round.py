@@ -400,6 +400,36 @@ def test_the_rank_that_hosts_the_store_raises_last() -> None:
     assert ended == [1, 0]
 
 
+@pytest.mark.usefixtures("silence")
+@pytest.mark.parametrize("error", [ReloadpgError, RuntimeError, KeyboardInterrupt])
+def test_a_rank_that_fails_waits_until_the_others_have_read_it(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Its abort would break their connections. An interrupted rank does not wait."""
+    monkeypatch.setattr(Rendezvous, "is_host", lambda rdv: rdv.rank == 0)  # it leaves last
+    ended: list[int] = []
+    first = threading.Event()
+
+    def late(method: str, key: str) -> None:  # rank 0 is slow to respond
+        if method == "add" and "answer" in key and 0 not in ended:
+            first.wait(0.6)
+            ended.append(0)
+
+    one, other = clients(2)
+    job = job_on([WatchedStore(one, watch=late), other])
+
+    def body(rdv: Rendezvous) -> None:
+        round_ = rdv.open("reload", ("done",), FAR)
+        if rdv.rank == 0:
+            round_.barrier("done")
+        round_.fail(error("broken"))
+        ended.append(1)
+        first.set()
+
+    assert isinstance(job.run(body)[0], PeerFailedError)
+    assert ended == ([1, 0] if error is KeyboardInterrupt else [0, 1])
+
+
 # -- stores that fail ------------------------------------------------------------------------------
 
 
