@@ -76,7 +76,7 @@ def further_connections(groups: Iterable[ManagedGroup]) -> str:
         f"{counted(len(stuck), 'group')} ({labels_of(stuck)}) cannot be aborted while NCCL "
         "connects more of their members, in the first send to a peer or the first collective of "
         "another kind. If a rank fails there, its peers stay in that call, and no recovery "
-        "completes. Set TORCH_DIST_USE_NCCL2=0: torch's older NCCL engine can be aborted."
+        "completes."
     )
 
 

@@ -161,7 +161,11 @@ def _warn_of_connections() -> None:
     text = further_connections(registry.managed())
     if text and "further connections" not in registry.warned:
         registry.warned.add("further connections")
-        warn(f"retrying(): {text}", of_host=True)
+        warn(
+            f"retrying(): {text} Set TORCH_DIST_USE_NCCL2=0: torch's older NCCL engine can be "
+            "aborted there.",
+            of_host=True,
+        )
 
 
 def _read_on(on: On | None) -> _On | None:
