@@ -43,7 +43,7 @@ PROGRAMS = {
     "fabric": Program(SCRIPTS / "with_fabric.py"),
     "megatron": Program(SCRIPTS / "with_megatron.py", ranks=4),
     "transformers": Program(SCRIPTS / "hook_transformers.py"),
-    "lightning": Program(SCRIPTS / "hook_lightning.py"),
+    "lightning": Program(SCRIPTS / "hook_lightning.py", interrupted=1),
     "trl": Program(SCRIPTS / "hook_trl.py"),
     "deepspeed": Program(SCRIPTS / "hook_deepspeed.py", environment=DEEPSPEED),
     "verl": Program(SCRIPTS / "with_verl.py", environment=DEEPSPEED, interrupted=1),
