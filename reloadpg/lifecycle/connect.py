@@ -68,14 +68,18 @@ def late_connections(groups: Iterable[ManagedGroup]) -> str:
 
 
 def further_connections(groups: Iterable[ManagedGroup]) -> str:
-    """Name the live groups that cannot be aborted while NCCL connects more of them; "" if none."""
+    """Name the live groups that no abort can end while NCCL connects them further; "" if none.
+
+    An engine with a lock for several communicators holds it in each call of NCCL, and needs it for
+    an abort (:mod:`reloadpg.c10d.locks`).
+    """
     stuck = _groups_with(lambda backend: shares_lock([backend]), groups)
     if not stuck:
         return ""
     return (
         f"{counted(len(stuck), 'group')} ({labels_of(stuck)}) cannot be aborted while NCCL "
-        "connects more of their members, in the first send to a peer or the first collective of "
-        "another kind. If a rank fails there, its peers stay in that call, and no recovery "
+        "connects them further, in the first send to a peer or the first collective of another "
+        "kind. If a rank fails there, its peers stay in that call, and no recovery "
         "completes."
     )
 

@@ -159,7 +159,7 @@ class Rebuilds:
             if attempt.abandoned:
                 # ``ProcessGroupNCCL`` had no communicator yet when it was aborted, and would keep
                 # the one that it has got since (torch 2.8.0 to 2.15.0 over stand-ins for NCCL).
-                self._notified.wait()  # as in `_rebuild`
+                self._notified.wait()  # an abort makes other members fail, as in `_rebuild`
                 abort_communicator(backend)
 
     def check(self, group: ManagedGroup, attempt: Attempt, index: int) -> None:

@@ -245,7 +245,8 @@ class Round:
     def fail(self, error: BaseException, *, cancels: bool = False) -> str | None:
         """Notify the other ranks that this one has failed. Local; waits a limited time.
 
-        The ranks that did not respond are appended to a :class:`ReloadpgError`.
+        It waits until they have read it, except after an interrupt. The ranks that did not respond
+        are appended to a :class:`ReloadpgError`.
 
         Args:
             error: the cause.

@@ -63,6 +63,7 @@ CASES = [
     )
     for name in PROGRAMS
     for way in ("return", *asleep.WAYS)
+    if (name, way) != ("lightning", "SIGTERM")  # its handler does not end it; a test of its own
 ]
 
 LIMIT_S = 500.0
@@ -139,6 +140,18 @@ def test_a_program_ends_while_its_groups_are_offloaded(
     codes = {"return": 0, "exception": 1, "exit": 3, "SIGTERM": -15, "SIGINT": program.interrupted}
     assert plain.codes == [codes[way]] * program.ranks, plain
     assert run(program, tmp_path / "asleep", helper, way, 1) == plain
+
+
+@pytest.mark.frameworks
+def test_lightning_gets_an_error_if_it_handles_sigterm_while_its_groups_are_offloaded(
+    tmp_path: Path,
+) -> None:
+    """Its handler runs a broadcast, after which plain Lightning goes on and ends by itself."""
+    program, helper = PROGRAMS["lightning"], HELPERS / "asleep.py"
+    assert run(program, tmp_path / "plain", helper, "SIGTERM", 0).codes == [0, 0]
+    ended = run(program, tmp_path / "asleep", helper, "SIGTERM", 1)
+    assert ended.codes == [1, 1]
+    assert all("GroupOffloadedError: broadcast" in text for text in ended.stderr), ended
 
 
 @pytest.mark.frameworks
