@@ -63,7 +63,7 @@ CASES = [
     )
     for name in PROGRAMS
     for way in ("return", *asleep.WAYS)
-    if (name, way) != ("lightning", "SIGTERM")  # its handler does not end it; a test of its own
+    if (name, way) != ("lightning", "SIGTERM")  # its handler does not end it; a separate test
 ]
 
 LIMIT_S = 500.0
