@@ -398,7 +398,6 @@ class _Progress:
         self._number = number
         self._rules = rules
         self._round: Round | None = None  # whose barrier this rank has not passed
-        self._ended = False
         self._repeat_reason = ""  # why this rank must repeat the step; empty if it need not
         self._thread = threading.get_ident()
 
@@ -450,10 +449,7 @@ class _Progress:
         if job is None:
             return
         round_ = self._round = job.rendezvous.open("step", ["enter"], _seconds())
-        try:
-            round_.barrier("enter")
-        finally:  # a rank that was interrupted takes no part in a recovery
-            self._ended = round_.decision is not None and round_.decision.kind == "cancelled"
+        round_.barrier("enter")
         self._round = None
 
     def notify_interrupt(self, error: BaseException) -> None:
@@ -488,7 +484,7 @@ class _Progress:
         """Recover. Return if the step must be repeated, or is complete elsewhere; else raise."""
         self._repeat_reason = ""
         self._round = None
-        if self._ended:
+        if _says_interrupted(error):  # that rank takes no part in a recovery
             raise error
         if registry.options is None:
             logger.warning("a step of retrying() is not repeated: reloadpg is not installed")
@@ -575,6 +571,15 @@ class _Progress:
             rank=faults[0].rank if faults else -1,
             phase="step",
         )
+
+
+def _says_interrupted(error: Exception) -> bool:
+    """Whether another rank was interrupted in the step, according to an error of an operation."""
+    job = jobs.current("retrying")
+    if job is None or not isinstance(error, PeerFailedError) or error.phase != "step":
+        return False
+    noted = job.rendezvous.state.noted
+    return noted.kind == "cancelled" and noted.rank == error.rank
 
 
 def _abort_on_request(job: Job, block_ended: threading.Event) -> None:

@@ -38,6 +38,8 @@ class Decision:
         dead: ranks whose processes have ended, as detected by a rank on the same host.
         aligns: whether the rank requests a new epoch for an operation, and not a recovery: it may
             have lost count of the operations, since it lost the store in one.
+        interrupted: the rank whose interrupt of a step was known to the rank that requests a
+            recovery; -1 if none was.
         generation: the generation with which the ranks rebuild all groups of a reload, since they
             disagree on the state alone; otherwise 0.
     """
@@ -54,6 +56,7 @@ class Decision:
     by: int = -1
     dead: tuple[int, ...] = ()
     aligns: bool = False
+    interrupted: int = -1
     generation: int = 0
 
     @property

@@ -33,8 +33,9 @@ Close      ends the operation after such a decision: responds (sent, answered), 
            stuck_found, doing_read, plans_read) and writes the result (roll_written), and leaves
            (sent, readers_found, leave_paused)
 Fail       writes ``failed`` at the first undecided barrier: decided; an interrupt of a step is also
-           written where recoveries read it: sent, decided, pending_read; one that joins a recovery,
-           or has passed the last barrier, is only written there: sent, pending_read
+           written where recoveries read it: sent, decided, pending_read, (pending_request_read);
+           one that joins a recovery, or has passed the last barrier, is only written there: sent,
+           pending_read
 Next       moves to the operation that the other ranks have begun: next_read, epoch_read,
            next_paused
 Recover    requests a recovery, or joins the requested one: recovery_read, requested_read,
@@ -774,7 +775,25 @@ def _pending_read(state: State, text: str | None) -> Step:
     number = int(text or 0)
     if number <= state.epoch:
         return _idle(state)
-    return _send(state, (_cancellation(state, number, state.event.decision.to_json()),), _idle)
+    state = state._replace(joining=number)
+    if state.decision.kind == "cancelled" and state.decision.rank == state.rank and not state.joins:
+        return _ask(state, _pending_request_read, Read(state.of_recovery(number, "request")))
+    return _cancel(state)
+
+
+def _pending_request_read(state: State, text: str | None) -> Step:
+    """Cancel the pending recovery, unless the ranks in it know of the interrupt.
+
+    They do if one that had read it at the barrier made the request: the others read it after that.
+    Without a request none has looked for an interrupt yet.
+    """
+    knows = text is None or Decision.from_json(text).interrupted == state.rank
+    return _idle(state) if knows else _cancel(state)
+
+
+def _cancel(state: State) -> Step:
+    text = state.event.decision.to_json()
+    return _send(state, (_cancellation(state, state.joining, text),), _idle)
 
 
 def _cancellation(state: State, number: int, text: str) -> Command:
@@ -845,7 +864,10 @@ def _entered_read(state: State, text: str | None) -> Step:
         if not failed or state.event.replaces or state.event.aligns:
             return _bump(state, str(state.joining))
     number, event = state.joining, state.event
-    request = Decision("recover", state.rank, event.reason, aligns=event.aligns).to_json()
+    interrupted = state.noted.rank if state.noted.kind == "cancelled" else -1
+    request = Decision(
+        "recover", state.rank, event.reason, aligns=event.aligns, interrupted=interrupted
+    ).to_json()
     # The other ranks wait at the first barrier of the operation that this rank would begin next.
     ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
     if event.aligns:

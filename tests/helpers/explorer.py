@@ -763,6 +763,8 @@ class Explorer:
         if before.phases and after.phases == before.phases and isinstance(after.event, Close):
             self._check_end_of(world, n, before, after)
         self._check_need(world.ranks[n], n, after, command)
+        if isinstance(command, Swap) and command.key.endswith(".0/enter/decision"):
+            self._check_cancellation(world, n, before, Decision.from_json(command.value))
         if before.phases and not replaces:
             mark = before.key("here", n)
             if isinstance(command, Set) and command.key == mark in store:
@@ -810,6 +812,15 @@ class Explorer:
                 raise Violation(f"rank {n} waits for the readers, but does not host the store")
             if isinstance(last, Absent) and before.restart and not command.restart:
                 raise Violation(f"rank {n} hosts the store, but gives the others no time to read")
+
+    def _check_cancellation(self, world: World, n: int, before: State, written: Decision) -> None:
+        """Check that an interrupted rank cancels no recovery whose ranks all know of it."""
+        own = written.kind == "cancelled" and written.rank == n and not before.joins
+        if not own or not before.phases or before.decision != written:
+            return
+        others = [one for m, one in enumerate(world.ranks) if m != n and one.running == "recover"]
+        if others and all(one.log[-1:] == ("cancelled",) for one in others):
+            raise Violation(f"rank {n} cancels a recovery whose ranks know of its interrupt")
 
     def _check_end_of(self, world: World, n: int, before: State, after: State) -> None:
         """Check how a rank leaves a barrier that was not passed."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from helpers.fault_job import (
 )
 
 import reloadpg
+from reloadpg.rendezvous import protocol
 from reloadpg.testing.simulated import Fault, inject
 
 FAULTY = 1
@@ -196,6 +199,47 @@ def test_a_second_interrupt_does_not_hide_the_first_one(rank: int) -> None:
     assert fault.fired == (rank == FAULTY)
     assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
     assert "first" in seen.text
+
+
+@pytest.mark.matrix
+@pytest.mark.ranks(3)
+def test_a_recovery_after_an_interrupt_that_all_ranks_know_succeeds_at_once(rank: int) -> None:
+    """The others request it before the interrupted rank has read whether there is a request."""
+    job = Job("gloo", subgroups=())
+
+    def slowly(state: Any, *, see: Callable[[Any], Any] = protocol._see_pending) -> Any:
+        time.sleep(1)
+        return see(state)
+
+    def loop() -> None:
+        for step in reloadpg.recovery.retrying(range(1)):
+            with step:
+                if rank == FAULTY:
+                    raise KeyboardInterrupt("once")
+
+    with patch.object(protocol, "_see_pending", slowly):
+        seen = attempt(loop)
+    assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
+    assert reloadpg.recovery.recover("after an interrupt").generation == 1
+    job.agree("after an interrupt", 1)
+
+
+@pytest.mark.ranks(2)
+def test_an_interrupt_before_an_offload_of_the_step_ends_the_loop_at_once(rank: int) -> None:
+    """The other rank waits for it in the offload, and not in a recovery afterwards."""
+    job = Job("gloo", subgroups=())
+
+    def loop() -> None:
+        for step in reloadpg.recovery.retrying(range(1), timeout=3):
+            with step:
+                if rank == FAULTY:
+                    raise KeyboardInterrupt("once")
+                reloadpg.offload()
+
+    seen = attempt(loop)
+    assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
+    assert "once" in seen.text
+    job.assert_live(0)
 
 
 class Interrupting:

@@ -376,6 +376,35 @@ def test_an_interrupt_like_that_of_an_earlier_epoch_cancels_the_recovery() -> No
     assert command[:2] == ("reloadpg/1/2.0/enter/decision", "")
 
 
+@pytest.mark.parametrize("interrupted", [1, -1, None])
+def test_an_interrupt_cancels_the_recovery_of_a_rank_that_may_not_know_of_it(
+    interrupted: int | None,
+) -> None:
+    """For example of a process that replaces another one, and arrives at no barrier of the step.
+
+    A rank that has not made its request yet reads after it whether a rank was interrupted.
+    """
+    noted = Decision("cancelled", 1, "interrupted")
+    request = None
+    if interrupted is not None:
+        request = Decision("recover", 0, "fault", interrupted=interrupted).to_json()
+    state = State(1, (0, 1), instance=1).open(("enter",))
+    *_, command = commands_of(state, protocol.Fail(noted), "", noted.to_json(), "1", request)
+    cancels = protocol.Swap("reloadpg/1/1.0/enter/decision", "", noted.to_json())
+    assert command == (cancels if interrupted == -1 else None)
+
+
+def test_a_request_says_which_interrupt_its_rank_knows() -> None:
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+    noted = Decision("cancelled", 1, "interrupted")
+    for known, interrupted in ((noted, 1), (Decision("failed", 1), -1)):
+        state = State(0, (0, 1), instance=1, noted=known)
+        *_, swap = commands_of(state, recover, "1", None, None, None)
+        assert Decision.from_json(swap.value) == Decision(
+            "recover", 0, "fault", interrupted=interrupted
+        )
+
+
 def test_a_late_rank_follows_the_others_to_another_epoch() -> None:
     """It has missed their operation, and they have begun the next one in a new epoch."""
     state = State(1, (0, 1), instance=1).open(("enter",))
@@ -540,6 +569,11 @@ MUTATIONS: dict[str, tuple[str, Callable[..., Any], str]] = {
             state, event._replace(decision=replace(event.decision, kind="failed"))
         ),
         "an interrupt while others recover",
+    ),
+    "an interrupt cancels a recovery of ranks that know of it": (
+        "_pending_request_read",
+        lambda state, text: protocol._cancel(state),
+        "an interrupt in a step before all recover",
     ),
     "each rank counts its jobs alone": (
         "_instance_read",
