@@ -138,6 +138,12 @@ def saver() -> Result:
     return dict(seen)
 
 
+def engine() -> Result:
+    """A vLLM in the trainer's process: what it and the groups of both give back."""
+    (seen,) = run_ranks(gpu_job.with_vllm, 1, args=("nccl",), timeout=280)
+    return dict(seen)
+
+
 def _median(seen: list[Result], name: str) -> float:
     return statistics.median(row[name] for one in seen for row in one["rows"])
 
@@ -156,9 +162,11 @@ def _two() -> str:
     return "" if ranks > 1 else "one GPU, and NCCL allows two ranks on it from 2.30 on (--nccl)"
 
 
-def _saver() -> str:
-    there = find_spec("torch_memory_saver") is not None
-    return "" if there else "torch_memory_saver is not installed"
+def _absent(module: str) -> str:
+    """Why a step cannot use a module; empty if it can. Over the stand-ins no kernel runs."""
+    if find_spec(module) is None:
+        return f"{module} is not installed"
+    return "its kernels need a GPU" if STANDINS else ""
 
 
 def _nothing() -> str:
@@ -187,7 +195,8 @@ STEPS = {
     "suspend, 2 ranks": Step(
         lambda: cycles(2, "suspend"), 240, lambda: _two() or gpu_job.no_suspend()
     ),
-    "torch_memory_saver": Step(saver, 180, _saver),
+    "torch_memory_saver": Step(saver, 180, lambda: _absent("torch_memory_saver")),
+    "vLLM": Step(engine, 300, lambda: _absent("vllm")),
 }
 
 
@@ -302,8 +311,11 @@ What an offload does with a group whose communicator's pointer was taken, by
 
 ## With other holders of memory
 
-| with | released by the offload, MiB | released by the other, MiB |
-| --- | ---: | ---: |
+What each gives back in MiB. vLLM runs in the trainer's process on one GPU, and its groups are the
+set `engine`.
+
+| with | trainer's groups | itself | its groups |
+| --- | ---: | ---: | ---: |
 {holders}
 
 ## Tests
@@ -347,8 +359,8 @@ def page(results: Result) -> str:
                 result["share"] = f"{result['released_bytes'] / result['held_bytes']:.3f}"
             ways.append(row(f"{way}, {text}", [way, text[0]], cycle))
     policies = [(policy, 0.0) for policy in ("suspend", "refuse", "warn", "ignore")]
-    other = [("offload_bytes", mib), ("saver_bytes", mib)]
-    holders = [row("torch_memory_saver", ["torch_memory_saver"], other)]
+    other = [("offload_bytes", mib), ("own_bytes", mib), ("engine_bytes", mib)]
+    holders = [row(name, [name], other) for name in ("torch_memory_saver", "vLLM")]
     known = of("facts")
     head = "**Not yet run on a GPU.** Each cell says so until it has been."
     if results["standins"]:

