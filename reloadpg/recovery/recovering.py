@@ -104,7 +104,8 @@ def recover(
         DisagreementError: the ranks have different groups, for example after a fault during their
             creation; every group stays failed.
         RendezvousTimeoutError: ranks are missing; it names them.
-        PeerFailedError: another rank failed in the recovery; it names it.
+        PeerFailedError: another rank failed in the recovery; or it was interrupted in a step of
+            ``retrying``, and this rank has not known it. It names the rank.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         ReloadpgError: the store is lost, and with it the job.
         InvalidOptionError: ``timeout`` is not positive; nothing was changed.

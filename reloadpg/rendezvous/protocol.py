@@ -38,13 +38,14 @@ Fail       writes ``failed`` at the first undecided barrier: decided; an interru
            pending_read
 Next       moves to the operation that the other ranks have begun: next_read, epoch_read,
            next_paused
-Recover    requests a recovery, or joins the requested one: recovery_read, requested_read,
-           (end_read or) entered_read; writes a report (sent), reads whether a rank was
-           interrupted (cancelled_read), takes that back if it was this one (sent), and begins a new
-           epoch. If a recovery has ended without this rank, the rank joins it only if another rank
-           failed in it, and fails as well. Otherwise it requests the next recovery. With
-           ``aligns``, a rank that may have lost count of the operations requests an epoch for an
-           operation, or joins the requested one
+Recover    joins no recovery if its next operation was ended by an interrupt that is news to it
+           (next_looked_up). Requests a recovery, or joins the requested one: recovery_read,
+           requested_read, (end_read or) entered_read; writes a report (sent), ends its next
+           operation (next_ended), reads whether a rank was interrupted (cancelled_read), takes that
+           back if it was this one (sent), and begins a new epoch. If a recovery has ended without
+           this rank, the rank joins it only if another rank failed in it, and fails as well.
+           Otherwise it requests the next recovery. With ``aligns``, a rank that may have lost count
+           of the operations requests an epoch for an operation, or joins the requested one
 Lost       the store did not respond: the result of the last command is unknown
 =========  =====================================================================================
 
@@ -299,6 +300,11 @@ class State(NamedTuple):
     def is_waiting(self) -> bool:
         """Whether this rank was counted, and its command waits for the decision."""
         return self.at in (_woken, _decision_read)
+
+    @property
+    def next_key(self) -> str:
+        """Where the other ranks wait, if this one requests a recovery: at its next operation."""
+        return self.key_of(self.epoch, self.sequence + 1, ENTER, "decision")
 
     @property
     def cancelled_key(self) -> str:
@@ -826,7 +832,26 @@ def _next_paused(state: State, is_left: bool) -> Step:
 
 def _on_recover(state: State, event: Recover) -> Step:
     state = state._replace(event=event, joins=True, strayed=True)
+    if event.aligns or event.replaces:
+        return _ask(state, _recovery_read, Read(state.of_recovery()))
+    return _ask(state, _next_looked_up, Read(state.next_key))
+
+
+def _next_looked_up(state: State, text: str | None) -> Step:
+    """Join no recovery if an interrupt that is news to this rank has ended its next operation.
+
+    The other ranks may recover after it, but they have left the loop in which this rank is.
+    """
+    if (news := _news(state, text)) is not None:
+        return _idle(state._replace(joins=False, noted=news))
     return _ask(state, _recovery_read, Read(state.of_recovery()))
+
+
+def _news(state: State, text: str | None) -> Decision | None:
+    """The interrupt of another rank, if it has ended an operation and this rank has not known."""
+    decision = UNDECIDED if text is None else replace(Decision.from_json(text), by=-1)
+    known = decision.rank == state.rank or decision == state.noted
+    return None if known or decision.kind != "cancelled" else decision
 
 
 def _recovery_read(state: State, text: str | None) -> Step:
@@ -868,8 +893,7 @@ def _entered_read(state: State, text: str | None) -> Step:
     request = Decision(
         "recover", state.rank, event.reason, aligns=event.aligns, interrupted=interrupted
     ).to_json()
-    # The other ranks wait at the first barrier of the operation that this rank would begin next.
-    ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
+    ends: list[str] = []
     if event.aligns:
         ends = [state.key("decision")]
     elif event.replaces:  # its predecessor was counted in a recovery that can no longer complete
@@ -879,7 +903,20 @@ def _entered_read(state: State, text: str | None) -> Step:
         Swap(state.of_recovery(number, "request"), "", request),
         *(Swap(key, "", request) for key in ends),
     )
-    return _send(state, todo, _begin_epoch if event.aligns else _read_cancelled)
+    if event.aligns:
+        return _send(state, todo, _begin_epoch)
+    return _send(state._replace(text=request), todo, _read_cancelled if ends else _end_next)
+
+
+def _end_next(state: State) -> Step:
+    return _ask(state, _next_ended, Swap(state.next_key, "", state.text))
+
+
+def _next_ended(state: State, text: str) -> Step:
+    if text == state.text:
+        state = _owning(state, state.next_key, text)
+    news = _news(state, text)
+    return _read_cancelled(state) if news is None else _cancel_joined(state, news)
 
 
 def _read_cancelled(state: State) -> Step:
@@ -899,8 +936,14 @@ def _cancelled_read(state: State, text: str | None) -> Step:
         return _send(state, (taken_back,), _begin_epoch)
     if cancelled in (UNDECIDED, state.noted):
         return _begin_epoch(state)
-    # A rank was interrupted in the epoch that ends, and will not take part. Each rank writes
-    # another value, so that it knows whether the stored one is its own.
+    return _cancel_joined(state, cancelled)
+
+
+def _cancel_joined(state: State, cancelled: Decision) -> Step:
+    """End the recovery: a rank was interrupted in the epoch that ends, and will not take part.
+
+    Each rank writes another value, so that it knows whether the stored one is its own.
+    """
     text = replace(cancelled, by=state.rank).to_json()
     return _send(state, (_cancellation(state, state.joining, text),), _begin_epoch)
 

@@ -407,11 +407,16 @@ class Rendezvous(Session):
         wait elsewhere, and ``report`` for :meth:`gather`.
 
         Raises:
+            PeerFailedError: a rank was interrupted in a step, of which this one has not known. It
+                takes part in no recovery yet.
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
-        event = Recover(reason, report, tuple(phases), self.replaces)
+        event, epoch = Recover(reason, report, tuple(phases), self.replaces), self.state.epoch
         self.drive(event, Wait("recover", min(seconds, _REQUEST_S), "flag"))
+        if self.state.epoch == epoch and not self.alone:
+            noted, size = self.state.noted, self.size
+            raise noted.error("recover", ENTER, seconds=seconds, rank=self.rank, size=size)
         self.peers.forget()  # a process that has ended may be replaced
         return Round(self, "recover", seconds)
 

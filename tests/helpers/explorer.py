@@ -565,6 +565,9 @@ class Explorer:
         if not rank.running:
             return self._begin(world, n)
         if rank.running == "recover" and not _has_joined(rank):
+            news = state.noted.kind == "cancelled" and rank.log[-1:] != ("cancelled",)
+            if news and state.noted.rank != n and not rank.failing:
+                return self._ended(world, n, "cancelled")
             if not rank.failing:
                 raise Violation(f"rank {n} requested a recovery, but takes part in none")
             return self._ended(world, n, "failed")

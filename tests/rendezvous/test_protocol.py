@@ -290,6 +290,10 @@ def test_each_counted_rank_waits_except_the_last(counted: int, waits: bool) -> N
     assert state.is_waiting == waits
 
 
+REQUEST = Decision("recover", 1, "fault").to_json()
+"""Ends an operation: a rank requests a recovery."""
+
+
 def commands_of(state: State, event: Any, *replies: Any) -> list[Any]:
     """Return the requests of a rank after an event and after each reply."""
     state, command = protocol.step(state, event)
@@ -321,7 +325,8 @@ def test_a_recovery_that_failed_is_joined_late_except_by_a_new_process(
     """A rank that was in the job fails as well. A replacement requests a new recovery."""
     recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
     ended = Decision(kind, 0).to_json()
-    *_, command = commands_of(State(1, (0, 1), instance=1), recover, "1", None, ended)
+    first = [] if replaces else [None]
+    *_, command = commands_of(State(1, (0, 1), instance=1), recover, *first, "1", None, ended)
     joins = kind != "timeout" and not replaces
     requests = protocol.Swap("reloadpg/1/recovery", "1", "2")
     assert command == (protocol.Set("reloadpg/1/recovery/1/1", "{}") if joins else requests)
@@ -336,7 +341,8 @@ def test_a_request_ends_the_barriers_at_which_others_wait_for_this_rank(
     """Those of its next operation, or of the recovery in which its predecessor took part."""
     state = State(1, (0, 1), instance=1, epoch=1, sequence=3)
     recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
-    commands = commands_of(state, recover, "1", "2", None, None, *[None] * (1 + len(ends)))
+    first = [] if replaces else [None]
+    commands = commands_of(state, recover, *first, "1", "2", None, None, *[None] * (1 + len(ends)))
     stored = [one for one in commands if isinstance(one, protocol.Swap)][1:]
     keys = ["recovery/2/request", *(f"{barrier}/decision" for barrier in ends)]
     assert [one.key for one in stored] == [f"reloadpg/1/{key}" for key in keys]
@@ -350,7 +356,7 @@ def test_an_interrupted_rank_that_recovers_withdraws_its_interrupt() -> None:
 
     def asked(rank: int, cancelled: str) -> list[Any]:
         state = State(rank, (0, 1), instance=1)
-        replies = ["1", None, None, None, *[None] * 2, cancelled, None]
+        replies = [None, "1", *[None] * 4, REQUEST, cancelled, None]
         return commands_of(state, recover, *replies)[-2:]
 
     taken_back, end = asked(1, noted)
@@ -369,7 +375,7 @@ def test_an_interrupt_like_that_of_an_earlier_epoch_cancels_the_recovery() -> No
     state = State(0, (0, 1), instance=1, noted=noted)
     for number in ("1", "2"):
         state, _ = protocol.step(state, recover)
-        for reply in (number, None, None, *[None] * 3, noted.to_json()):
+        for reply in (None, number, *[None] * 4, REQUEST, noted.to_json()):
             state, command = protocol.step(state, protocol.Reply(state.command_number, reply))
         assert (command is None) == (number == "1")
     assert command is not None
@@ -399,10 +405,35 @@ def test_a_request_says_which_interrupt_its_rank_knows() -> None:
     noted = Decision("cancelled", 1, "interrupted")
     for known, interrupted in ((noted, 1), (Decision("failed", 1), -1)):
         state = State(0, (0, 1), instance=1, noted=known)
-        *_, swap = commands_of(state, recover, "1", None, None, None)
+        *_, swap = commands_of(state, recover, None, "1", None, None, None)
         assert Decision.from_json(swap.value) == Decision(
             "recover", 0, "fault", interrupted=interrupted
         )
+
+
+def test_a_rank_that_was_told_of_no_interrupt_joins_no_recovery_after_it() -> None:
+    """Its next operation was ended by the interrupt: the others have left the loop it is in."""
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+    noted = Decision("cancelled", 1, "interrupted")
+    state, command = protocol.step(State(2, (0, 1, 2), instance=1), recover)
+    assert command == protocol.Read("reloadpg/1/0.1/enter/decision")
+    state, command = protocol.step(state, protocol.Reply(state.command_number, noted.to_json()))
+    assert (command, state.epoch, state.joins, state.noted) == (None, 0, False, noted)
+    again = commands_of(
+        state, recover, noted.to_json(), "1", *[None] * 4, noted.to_json(), noted.to_json()
+    )
+    assert again[-1] is None  # it has joined
+
+
+def test_an_interrupt_between_two_reads_cancels_the_recovery() -> None:
+    """It ends the next operation after this rank has made its request, which does not know it."""
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+    noted = Decision("cancelled", 1, "interrupted").to_json()
+    *_, command = commands_of(
+        State(2, (0, 1, 2), instance=1), recover, None, "1", *[None] * 4, noted
+    )
+    assert command.key == "reloadpg/1/1.0/enter/decision"
+    assert replace(Decision.from_json(command.value), by=-1) == Decision.from_json(noted)
 
 
 def test_a_late_rank_follows_the_others_to_another_epoch() -> None:
@@ -434,7 +465,7 @@ def test_an_interrupt_of_a_recovery_ends_its_first_barrier(joined: bool) -> None
     recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
     state = State(1, (0, 1), instance=1, decision=Decision("failed", 0), ended=True)
     state, _ = protocol.step(state._replace(phases=("released",)), recover)
-    for reply in ("1", *[None] * 6) * joined:
+    for reply in (None, "1", *[None] * 4, REQUEST, None) * joined:
         state, _ = protocol.step(state, protocol.Reply(state.command_number, reply))
     cancelled = Decision("cancelled", 1, "interrupted")
     replies = [cancelled.to_json(), *["1"] * (not joined)]
