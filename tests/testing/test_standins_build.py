@@ -115,6 +115,16 @@ def test_a_command_runs_in_a_job_that_is_gone_afterwards(tmp_path: Path) -> None
     assert not Path(folder).exists()
 
 
+@pytest.mark.standins
+@needs_cuda_build
+def test_kernels_are_replaced_where_torch_was_told_to_load_no_backends() -> None:
+    """By the environment of the caller: CUDA's own kernels compute nothing here."""
+    program = "import torch; print((torch.ones(3, device='cuda') * 2).sum().item())"
+    words = ("reloadpg", "standins", "run", "--", sys.executable, "-c", program)
+    done = command(*words, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout.split() == ["6.0"], done.stderr
+
+
 # ---------------------------------------------------------------------------------------------
 # layouts
 

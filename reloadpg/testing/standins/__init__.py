@@ -306,7 +306,9 @@ def preloading() -> dict[str, str]:
     libraries = _libraries()
     given = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     others = [path for path in given if path not in libraries]
-    return {"LD_PRELOAD": ":".join([*libraries, *others]), JOB: ""}
+    # With the kernels of CUDA, which torch's import replaces through an entry point, a job hangs.
+    load = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    return {"LD_PRELOAD": ":".join([*libraries, *others]), JOB: "", **load}
 
 
 def refuse_unknown_settings(environ: Mapping[str, str | None]) -> None:
