@@ -25,7 +25,7 @@ class Decision:
     Attributes:
         kind: ``ok``, ``failed``, ``timeout``, ``disagree``, ``recover`` (a rank requests a recovery
             of all ranks and will not arrive), or ``cancelled`` (a rank was interrupted in a step
-            and will not take part in a recovery).
+            and will take part in no recovery). In a note on such a rank, ``withdrawn`` if it does.
         rank: the rank that failed, reached its timeout, or requests a recovery.
         text: the reason of the failure, or the difference between the ranks.
         missing: ranks that did not respond after a timeout.

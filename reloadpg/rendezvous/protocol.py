@@ -38,14 +38,14 @@ Fail       writes ``failed`` at the first undecided barrier: decided; an interru
            pending_read
 Next       moves to the operation that the other ranks have begun: next_read, epoch_read,
            next_paused
-Recover    joins no recovery if its next operation was ended by an interrupt that is news to it
-           (next_looked_up). Requests a recovery, or joins the requested one: recovery_read,
-           requested_read, (end_read or) entered_read; writes a report (sent), ends its next
-           operation (next_ended), reads whether a rank was interrupted (cancelled_read), takes that
-           back if it was this one (sent), and begins a new epoch. If a recovery has ended without
-           this rank, the rank joins it only if another rank failed in it, and fails as well.
-           Otherwise it requests the next recovery. With ``aligns``, a rank that may have lost count
-           of the operations requests an epoch for an operation, or joins the requested one
+Recover    reads whether a rank was interrupted in a step (note_read), and joins no recovery if that
+           is news to this one (sent). Requests a recovery, or joins the requested one:
+           recovery_read, requested_read, (end_read or) entered_read; writes a report (sent), reads
+           again whether a rank was interrupted (cancelled_read), withdraws that if it was this one
+           (sent), and begins a new epoch. If a recovery has ended without this rank, the rank joins
+           it only if another rank failed in it, and fails as well. Otherwise it requests the next
+           recovery. With ``aligns``, a rank that may have lost count of the operations requests an
+           epoch for an operation, or joins the requested one
 Lost       the store did not respond: the result of the last command is unknown
 =========  =====================================================================================
 
@@ -300,11 +300,6 @@ class State(NamedTuple):
     def is_waiting(self) -> bool:
         """Whether this rank was counted, and its command waits for the decision."""
         return self.at in (_woken, _decision_read)
-
-    @property
-    def next_key(self) -> str:
-        """Where the other ranks wait, if this one requests a recovery: at its next operation."""
-        return self.key_of(self.epoch, self.sequence + 1, ENTER, "decision")
 
     @property
     def cancelled_key(self) -> str:
@@ -832,26 +827,38 @@ def _next_paused(state: State, is_left: bool) -> Step:
 
 def _on_recover(state: State, event: Recover) -> Step:
     state = state._replace(event=event, joins=True, strayed=True)
-    if event.aligns or event.replaces:
+    if event.aligns:
         return _ask(state, _recovery_read, Read(state.of_recovery()))
-    return _ask(state, _next_looked_up, Read(state.next_key))
+    return _ask(state, _note_read, Read(state.cancelled_key))
 
 
-def _next_looked_up(state: State, text: str | None) -> Step:
-    """Join no recovery if an interrupt that is news to this rank has ended its next operation.
-
-    The other ranks may recover after it, but they have left the loop in which this rank is.
-    """
+def _note_read(state: State, text: str | None) -> Step:
+    """Look for news of an interrupt before this rank makes its request, and again after it."""
     if (news := _news(state, text)) is not None:
-        return _idle(state._replace(joins=False, noted=news))
+        return _join_none(state, news)
     return _ask(state, _recovery_read, Read(state.of_recovery()))
 
 
 def _news(state: State, text: str | None) -> Decision | None:
-    """The interrupt of another rank, if it has ended an operation and this rank has not known."""
-    decision = UNDECIDED if text is None else replace(Decision.from_json(text), by=-1)
+    """The interrupt of another rank in a step, if this rank has not known."""
+    if text is None:
+        return None
+    noted = Decision.from_json(text)
+    decision = replace(noted, kind="cancelled")
     known = decision.rank == state.rank or decision == state.noted
-    return None if known or decision.kind != "cancelled" else decision
+    # A new process was in no step: it need not know if the interrupted rank takes part.
+    return None if known or (noted.kind == "withdrawn" and state.event.replaces) else decision
+
+
+def _join_none(state: State, news: Decision) -> Step:
+    """Join no recovery because of an interrupt that is news to this rank.
+
+    The other ranks that recover after it have left the loop in which this rank may still be. The
+    host of the store may wait for this rank at the operation that the interrupt has ended.
+    """
+    state = state._replace(joins=False, noted=news)
+    read = Set(state.key_of(state.epoch, state.sequence + 1, ENTER, "reader", state.rank), "1")
+    return _send(state, (read,), _idle)
 
 
 def _recovery_read(state: State, text: str | None) -> Step:
@@ -885,7 +892,8 @@ def _end_read(state: State, text: str | None) -> Step:
 def _entered_read(state: State, text: str | None) -> Step:
     if text is not None:  # that recovery has begun or ended without this rank
         # The rank that failed there may not join another one, so this rank joins its end.
-        failed = Decision.from_json(text).kind in ("failed", "cancelled")
+        decision = replace(Decision.from_json(text), by=-1)
+        failed = decision.kind in ("failed", "cancelled") and decision != state.noted
         if not failed or state.event.replaces or state.event.aligns:
             return _bump(state, str(state.joining))
     number, event = state.joining, state.event
@@ -893,7 +901,8 @@ def _entered_read(state: State, text: str | None) -> Step:
     request = Decision(
         "recover", state.rank, event.reason, aligns=event.aligns, interrupted=interrupted
     ).to_json()
-    ends: list[str] = []
+    # The other ranks wait at the first barrier of the operation that this rank would begin next.
+    ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
     if event.aligns:
         ends = [state.key("decision")]
     elif event.replaces:  # its predecessor was counted in a recovery that can no longer complete
@@ -903,20 +912,7 @@ def _entered_read(state: State, text: str | None) -> Step:
         Swap(state.of_recovery(number, "request"), "", request),
         *(Swap(key, "", request) for key in ends),
     )
-    if event.aligns:
-        return _send(state, todo, _begin_epoch)
-    return _send(state._replace(text=request), todo, _read_cancelled if ends else _end_next)
-
-
-def _end_next(state: State) -> Step:
-    return _ask(state, _next_ended, Swap(state.next_key, "", state.text))
-
-
-def _next_ended(state: State, text: str) -> Step:
-    if text == state.text:
-        state = _owning(state, state.next_key, text)
-    news = _news(state, text)
-    return _read_cancelled(state) if news is None else _cancel_joined(state, news)
+    return _send(state, todo, _begin_epoch if event.aligns else _read_cancelled)
 
 
 def _read_cancelled(state: State) -> Step:
@@ -930,22 +926,13 @@ def _bump(state: State, last: str) -> Step:
 
 
 def _cancelled_read(state: State, text: str | None) -> Step:
-    cancelled = UNDECIDED if text is None else Decision.from_json(text)
-    if cancelled.rank == state.rank:  # this rank takes part after all
-        taken_back = Swap(state.cancelled_key, text or "", UNDECIDED.to_json())
-        return _send(state, (taken_back,), _begin_epoch)
-    if cancelled in (UNDECIDED, state.noted):
-        return _begin_epoch(state)
-    return _cancel_joined(state, cancelled)
-
-
-def _cancel_joined(state: State, cancelled: Decision) -> Step:
-    """End the recovery: a rank was interrupted in the epoch that ends, and will not take part.
-
-    Each rank writes another value, so that it knows whether the stored one is its own.
-    """
-    text = replace(cancelled, by=state.rank).to_json()
-    return _send(state, (_cancellation(state, state.joining, text),), _begin_epoch)
+    if (news := _news(state, text)) is not None:
+        return _join_none(state, news)
+    noted = UNDECIDED if text is None else Decision.from_json(text)
+    if noted.kind == "cancelled" and noted.rank == state.rank:  # it takes part after all
+        withdrawn = replace(noted, kind="withdrawn").to_json()
+        return _send(state, (Swap(state.cancelled_key, text or "", withdrawn),), _begin_epoch)
+    return _begin_epoch(state)
 
 
 def _begin_epoch(state: State) -> Step:

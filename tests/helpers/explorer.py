@@ -82,6 +82,7 @@ class Rank(NamedTuple):
         whole: the generation with which its current reload rebuilds all groups; otherwise 0.
         live: whether its groups are live.
         generation: the number of the last reload.
+        told: whether it has read that another rank was interrupted in a step.
     """
 
     state: State
@@ -101,6 +102,7 @@ class Rank(NamedTuple):
     whole: int = 0
     live: bool = True
     generation: int = 0
+    told: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -565,8 +567,8 @@ class Explorer:
         if not rank.running:
             return self._begin(world, n)
         if rank.running == "recover" and not _has_joined(rank):
-            news = state.noted.kind == "cancelled" and rank.log[-1:] != ("cancelled",)
-            if news and state.noted.rank != n and not rank.failing:
+            news = state.noted.kind == "cancelled" and state.noted.rank != n
+            if news and not rank.failing:
                 return self._ended(world, n, "cancelled")
             if not rank.failing:
                 raise Violation(f"rank {n} requested a recovery, but takes part in none")
@@ -590,6 +592,7 @@ class Explorer:
             decision = state.decision
             behind = decision.kind == "timeout" and n in decision.missing and not rank.failing
             first = rank.running != "recover" and state.phases[0] == rank.running[0]
+            first = first and not self.scenario.cancels  # a step of retrying begins no other epoch
             aligns = decision.kind == "recover" or (behind and state.strayed)
             if aligns and first and not rank.failing and rank.asked != state.epoch:
                 return self._with(world, n, rank._replace(aligns=True))
@@ -657,6 +660,8 @@ class Explorer:
 
     def _ended(self, world: World, n: int, how: str) -> World:
         rank = world.ranks[n]
+        if rank.running == "recover" and how == "passed" and self.scenario.cancels:
+            self._check_told(world, n)
         program, tries = rank.program, rank.tries
         if how not in ("passed", "joined"):
             if rank.running == "recover" and not self.scenario.states:
@@ -667,11 +672,12 @@ class Explorer:
                 program = program[program.index("recover") :]
             else:
                 program = ()
-            # A rank whose step was interrupted does not take part in the recovery.
-            interrupted = how in ("cancelled", "failed") or rank.failing
-            gone = self.scenario.cancels and interrupted and not self.scenario.again
-            if gone or not tries:
+            if not tries:
                 program = ()
+        # A rank whose step was interrupted does not take part in the recovery.
+        interrupted = how in ("cancelled", "failed") or rank.failing
+        if self.scenario.cancels and interrupted and not self.scenario.again:
+            program = ()
         if self.scenario.states:
             rank = _with_groups(rank)
         replaces = rank.replaces and not (rank.running == "recover" and how == "passed")
@@ -687,6 +693,7 @@ class Explorer:
             program=program,
             tries=tries,
             log=log[-2:],
+            told=rank.told or how == "cancelled",
             replaces=replaces,
             life=rank.life if program or rank.life == "dead" else "over",
         )
@@ -816,13 +823,20 @@ class Explorer:
             if isinstance(last, Absent) and before.restart and not command.restart:
                 raise Violation(f"rank {n} hosts the store, but gives the others no time to read")
 
+    def _check_told(self, world: World, n: int) -> None:
+        """Check that the ranks that recover together have all read of the interrupt, or none."""
+        others = {*range(len(world.ranks))} - {*self.scenario.victims}
+        told = {m for m in others if world.ranks[m].told}
+        if told and n in others - told and world.ranks[n].epoch == 0:  # that of the interrupt
+            raise Violation(f"rank {n} joins a recovery, and has not read of the interrupt: {told}")
+
     def _check_cancellation(self, world: World, n: int, before: State, written: Decision) -> None:
         """Check that an interrupted rank cancels no recovery whose ranks all know of it."""
         own = written.kind == "cancelled" and written.rank == n and not before.joins
         if not own or not before.phases or before.decision != written:
             return
-        others = [one for m, one in enumerate(world.ranks) if m != n and one.running == "recover"]
-        if others and all(one.log[-1:] == ("cancelled",) for one in others):
+        request = dict(world.store).get(before.of_recovery(before.joining, "request"))
+        if request is None or Decision.from_json(request).interrupted == n:
             raise Violation(f"rank {n} cancels a recovery whose ranks know of its interrupt")
 
     def _check_end_of(self, world: World, n: int, before: State, after: State) -> None:

@@ -315,7 +315,8 @@ def test_a_loop_waits_once_for_a_rank_that_takes_no_part_in_a_recovery(
     if rank != FAULTY:
         expected = "PeerFailedError" if interrupted else "RendezvousTimeoutError"
         assert (seen.kind, seen.names(FAULTY)) == (expected, True), seen
-        assert operations == ["recover"]
+        # It begins no recovery if it has news of the interrupt before.
+        assert operations == ["recover"] or (interrupted and not operations)
     job.meet("the loop has ended")
 
 

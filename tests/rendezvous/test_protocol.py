@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.explorer import OFFLOAD, RELOAD, Explorer, Scenario, World
+from helpers.explorer import OFFLOAD, RELOAD, Explorer, Scenario, Violation, World
 from helpers.sampling import sampled
 
 from reloadpg.rendezvous import protocol
@@ -199,6 +199,27 @@ def test_invariants_hold_in_all_interleavings(name: str) -> None:
     assert Explorer(SCENARIOS[name]).explore(MOST) or len(SCENARIOS[name].faults) > 0
 
 
+def slow_rank() -> tuple[Explorer, World]:
+    """Rank 1 is interrupted in a step, rank 0 waits for it, and rank 2 recovers before it waits."""
+    case = Scenario(
+        3, STEP, ("interrupt",), (1,), cancels=True, waits=False, again=True, meets=True
+    )
+    explorer = Explorer(case)
+    world = explorer.start()
+    last = world.ranks[2]._replace(
+        state=State(2, (0, 1, 2), instance=1), command=None, running="", program=("recover",)
+    )
+    return explorer, world._replace(ranks=(*world.ranks[:2], last))
+
+
+def test_ranks_that_recover_after_an_interrupt_have_all_read_of_it() -> None:
+    """Or none has, and the recovery came first. Random paths."""
+    explorer, start = slow_rank()
+    for seed in range(300):
+        explorer.walk(seed, 3000, start)
+    assert explorer.ends == 300
+
+
 Program = tuple[Any, ...]
 
 ENDS: dict[str, tuple[Program, Program]] = {
@@ -290,10 +311,6 @@ def test_each_counted_rank_waits_except_the_last(counted: int, waits: bool) -> N
     assert state.is_waiting == waits
 
 
-REQUEST = Decision("recover", 1, "fault").to_json()
-"""Ends an operation: a rank requests a recovery."""
-
-
 def commands_of(state: State, event: Any, *replies: Any) -> list[Any]:
     """Return the requests of a rank after an event and after each reply."""
     state, command = protocol.step(state, event)
@@ -325,8 +342,7 @@ def test_a_recovery_that_failed_is_joined_late_except_by_a_new_process(
     """A rank that was in the job fails as well. A replacement requests a new recovery."""
     recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
     ended = Decision(kind, 0).to_json()
-    first = [] if replaces else [None]
-    *_, command = commands_of(State(1, (0, 1), instance=1), recover, *first, "1", None, ended)
+    *_, command = commands_of(State(1, (0, 1), instance=1), recover, None, "1", None, ended)
     joins = kind != "timeout" and not replaces
     requests = protocol.Swap("reloadpg/1/recovery", "1", "2")
     assert command == (protocol.Set("reloadpg/1/recovery/1/1", "{}") if joins else requests)
@@ -341,45 +357,76 @@ def test_a_request_ends_the_barriers_at_which_others_wait_for_this_rank(
     """Those of its next operation, or of the recovery in which its predecessor took part."""
     state = State(1, (0, 1), instance=1, epoch=1, sequence=3)
     recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
-    first = [] if replaces else [None]
-    commands = commands_of(state, recover, *first, "1", "2", None, None, *[None] * (1 + len(ends)))
+    commands = commands_of(state, recover, None, "1", "2", None, None, *[None] * (1 + len(ends)))
     stored = [one for one in commands if isinstance(one, protocol.Swap)][1:]
     keys = ["recovery/2/request", *(f"{barrier}/decision" for barrier in ends)]
     assert [one.key for one in stored] == [f"reloadpg/1/{key}" for key in keys]
     assert {one.value for one in stored} == {Decision("recover", 1, "fault").to_json()}
 
 
-def test_an_interrupted_rank_that_recovers_withdraws_its_interrupt() -> None:
-    """Its interrupt no longer cancels a recovery; that of another rank still does."""
-    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+JOINED: list[Any] = [None, "1", *[None] * 5]
+"""The replies to a rank that joins a recovery, until it reads again whether one was interrupted."""
+
+
+def test_an_interrupted_rank_that_recovers_withdraws_its_note() -> None:
+    """A process that replaces another one need not know of it then: it was in no step."""
     noted = Decision("cancelled", 1, "interrupted").to_json()
 
-    def asked(rank: int, cancelled: str) -> list[Any]:
-        state = State(rank, (0, 1), instance=1)
-        replies = [None, "1", *[None] * 4, REQUEST, cancelled, None]
-        return commands_of(state, recover, *replies)[-2:]
+    def asked(rank: int, note: str, *, replaces: bool = False) -> list[Any]:
+        recover = protocol.Recover("fault", "{}", ("enter",), replaces)
+        return commands_of(State(rank, (0, 1, 2), instance=1), recover, *JOINED, note, None)[-2:]
 
-    taken_back, end = asked(1, noted)
+    withdrawn, end = asked(1, noted)
     assert end is None
-    assert taken_back[:2] == ("reloadpg/1/cancelled/0", noted)
-    assert asked(0, taken_back.value) == [None, None]
-    cancels, _ = asked(0, noted)
-    assert cancels.key == "reloadpg/1/1.0/enter/decision"
-    assert replace(Decision.from_json(cancels.value), by=-1) == Decision.from_json(noted)
+    assert withdrawn[:2] == ("reloadpg/1/cancelled/0", noted)
+    joins = [asked(0, withdrawn.value, replaces=new)[-2] is None for new in (False, True)]
+    assert joins == [False, True]
+    assert asked(0, noted, replaces=True)[-2] is not None
 
 
-def test_an_interrupt_like_that_of_an_earlier_epoch_cancels_the_recovery() -> None:
-    """A rank that was interrupted in a step again, with the same message, takes no part."""
+@pytest.mark.parametrize("replies", [[], JOINED])
+@pytest.mark.parametrize("kind", ["cancelled", "withdrawn"])
+def test_a_rank_joins_no_recovery_after_an_interrupt_that_is_news(
+    kind: str, replies: list[Any]
+) -> None:
+    """The others have left the loop that it is in. It says that it has read the news, and raises.
+
+    It looks for news before its request and after it, and joins the recovery if it is called again.
+    """
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+    noted, note = Decision("cancelled", 1, "interrupted"), Decision(kind, 1, "interrupted")
+    state, command = State(2, (0, 1, 2), instance=1), None
+    for event in (recover, *replies, note.to_json()):
+        if event is not recover:
+            event = protocol.Reply(state.command_number, event)
+        state, command = protocol.step(state, event)
+    assert command == protocol.Set("reloadpg/1/0.1/enter/reader/2", "1")
+    state, command = protocol.step(state, protocol.Reply(state.command_number, None))
+    assert (command, state.epoch, state.joins, state.noted) == (None, 0, False, noted)
+    *_, again = commands_of(state, recover, note.to_json(), *JOINED[1:], note.to_json())
+    assert again is None
+
+
+def test_an_interrupt_like_that_of_an_earlier_epoch_is_news() -> None:
+    """A rank was interrupted in a step again, with the same message."""
     recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
     noted = Decision("cancelled", 1, "interrupted")
     state = State(0, (0, 1), instance=1, noted=noted)
-    for number in ("1", "2"):
+    for number, joins in (("1", True), ("2", False)):
         state, _ = protocol.step(state, recover)
-        for reply in (None, number, *[None] * 4, REQUEST, noted.to_json()):
+        for reply in (None, number, *[None] * 5, noted.to_json()):
             state, command = protocol.step(state, protocol.Reply(state.command_number, reply))
-        assert (command is None) == (number == "1")
-    assert command is not None
-    assert command[:2] == ("reloadpg/1/2.0/enter/decision", "")
+        assert (command is None) == joins
+
+
+def test_a_recovery_that_ended_for_an_interrupt_that_is_known_is_not_joined() -> None:
+    """This rank requests the next one."""
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+    noted = Decision("cancelled", 1, "interrupted")
+    state = State(0, (0, 1), instance=1, noted=noted)
+    ended = replace(noted, by=1).to_json()
+    *_, command = commands_of(state, recover, noted.to_json(), "1", None, ended)
+    assert command == protocol.Swap("reloadpg/1/recovery", "1", "2")
 
 
 @pytest.mark.parametrize("interrupted", [1, -1, None])
@@ -411,31 +458,6 @@ def test_a_request_says_which_interrupt_its_rank_knows() -> None:
         )
 
 
-def test_a_rank_that_was_told_of_no_interrupt_joins_no_recovery_after_it() -> None:
-    """Its next operation was ended by the interrupt: the others have left the loop it is in."""
-    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
-    noted = Decision("cancelled", 1, "interrupted")
-    state, command = protocol.step(State(2, (0, 1, 2), instance=1), recover)
-    assert command == protocol.Read("reloadpg/1/0.1/enter/decision")
-    state, command = protocol.step(state, protocol.Reply(state.command_number, noted.to_json()))
-    assert (command, state.epoch, state.joins, state.noted) == (None, 0, False, noted)
-    again = commands_of(
-        state, recover, noted.to_json(), "1", *[None] * 4, noted.to_json(), noted.to_json()
-    )
-    assert again[-1] is None  # it has joined
-
-
-def test_an_interrupt_between_two_reads_cancels_the_recovery() -> None:
-    """It ends the next operation after this rank has made its request, which does not know it."""
-    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
-    noted = Decision("cancelled", 1, "interrupted").to_json()
-    *_, command = commands_of(
-        State(2, (0, 1, 2), instance=1), recover, None, "1", *[None] * 4, noted
-    )
-    assert command.key == "reloadpg/1/1.0/enter/decision"
-    assert replace(Decision.from_json(command.value), by=-1) == Decision.from_json(noted)
-
-
 def test_a_late_rank_follows_the_others_to_another_epoch() -> None:
     """It has missed their operation, and they have begun the next one in a new epoch."""
     state = State(1, (0, 1), instance=1).open(("enter",))
@@ -465,7 +487,7 @@ def test_an_interrupt_of_a_recovery_ends_its_first_barrier(joined: bool) -> None
     recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
     state = State(1, (0, 1), instance=1, decision=Decision("failed", 0), ended=True)
     state, _ = protocol.step(state._replace(phases=("released",)), recover)
-    for reply in (None, "1", *[None] * 4, REQUEST, None) * joined:
+    for reply in (None, "1", *[None] * 6) * joined:
         state, _ = protocol.step(state, protocol.Reply(state.command_number, reply))
     cancelled = Decision("cancelled", 1, "interrupted")
     replies = [cancelled.to_json(), *["1"] * (not joined)]
@@ -637,6 +659,13 @@ def test_a_mutation_of_the_protocol_is_detected(mutation: str) -> None:
         assert is_caught((scenario,), 40_000)
 
 
+def test_a_rank_that_ignores_news_of_an_interrupt_is_detected() -> None:
+    explorer, start = slow_rank()
+    with changed("_news", lambda state, text: None), pytest.raises(Violation):
+        for seed in range(300):
+            explorer.walk(seed, 3000, start)
+
+
 DETECTS = {
     "two operations": "sent counted decided woken decision_read",
     "a crash": "progress_read number_read newer_read paused roll_read roll_paused stuck_found",
@@ -646,7 +675,8 @@ DETECTS = {
     "a failure of one of three": "leave_paused",
     "a stall before a retry": "next_read next_paused",
     "an interrupt while others recover": "pending_read",
-    "a lost connection": "request_read recovery_read requested_read entered_read cancelled_read",
+    "a lost connection": "request_read recovery_read requested_read entered_read cancelled_read"
+    " note_read",
     "ranks of a host that meet": "published met",
     "a job that begins": "job_counted",
     "a job that one rank registered twice": "instance_read",
