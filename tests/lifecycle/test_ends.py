@@ -29,6 +29,11 @@ if INSTALLED:
     reloadpg.install(backends={BACKEND}, timeout=timedelta(seconds=60), **options)
 dist.init_process_group(BACKEND if INSTALLED else "gloo", rank=rank, world_size=size)
 group = dist.new_group([0, 1])
+def meet():  # on the store: a rank that ends while the other one still connects makes that fail
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected/{rank}", "1")
+    store.wait([f"connected/{other}" for other in range(size)])
+meet()
 def block():
     return reloadpg.offloaded() if INSTALLED else nullcontext()
 def call(name, **options):
