@@ -82,6 +82,9 @@ def main() -> None:
     if "errors" in sys.argv:  # not by -W: torch and its dependencies warn when they are imported
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that it will remove
+        # Torch's, of each barrier() over NCCL in a default group that is bound to no device.
+        for text in ("No device id is provided via", r"barrier\(\): using the device under"):
+            warnings.filterwarnings("ignore", text, UserWarning)
     if "nccl" in backend:
         torch.cuda.set_device(rank)
         torch.set_default_device("cuda")
