@@ -224,6 +224,36 @@ def test_a_recovery_after_an_interrupt_that_all_ranks_know_succeeds_at_once(rank
     job.agree("after an interrupt", 1)
 
 
+@pytest.mark.matrix
+@pytest.mark.ranks(3)
+def test_a_rank_that_has_not_read_of_an_interrupt_leaves_its_loop(rank: int) -> None:
+    """It is in its step when the others, which have left their loops, recover: it joins them after.
+
+    If it repeated the step, it would be alone there.
+    """
+    job = Job("gloo", subgroups=())
+    attempts = []
+
+    def loop() -> None:
+        for step in reloadpg.recovery.retrying(range(1), on=Injected):
+            with step:
+                attempts.append(step.attempt)
+                if rank == FAULTY:
+                    raise KeyboardInterrupt("once")
+                if rank == 2:
+                    assert attempts == [1]
+                    while not reloadpg.recovery.recovery_requested():
+                        time.sleep(0.05)
+                    fail()
+
+    seen = attempt(loop)
+    assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
+    assert attempts == [1]
+    assert "once" in seen.text
+    assert reloadpg.recovery.recover("after an interrupt").generation == 1
+    job.agree("after an interrupt", 1)
+
+
 @pytest.mark.ranks(2)
 def test_an_interrupt_before_an_offload_of_the_step_ends_the_loop_at_once(rank: int) -> None:
     """The other rank waits for it in the offload, and not in a recovery afterwards."""
