@@ -24,6 +24,7 @@ from .backends import abort_each as abort_each
 from .backends import aborted_groups as aborted_groups
 from .backends import add_backends as add_backends
 from .backends import await_hooks as await_hooks
+from .backends import await_monitors as await_monitors
 from .backends import backend_for as backend_for
 from .backends import completed_work as completed_work
 from .backends import connects_eagerly as connects_eagerly
@@ -36,6 +37,7 @@ from .backends import is_communication_error as is_communication_error
 from .backends import is_connected as is_connected
 from .backends import live_backends as live_backends
 from .backends import memory_stats as memory_stats
+from .backends import monitored_backends as monitored_backends
 from .backends import options_of as options_of
 from .backends import raise_for_aborted as raise_for_aborted
 from .backends import sequence_number as sequence_number

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from glob import glob
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,6 +20,7 @@ from ..errors import GroupDestroyedError, GroupOffloadedError
 from .tables import close_coalescing, device_backends, known_groups, label_of, world
 
 GLOO = getattr(_c10d, "ProcessGroupGloo", None)
+_NCCL = getattr(_c10d, "ProcessGroupNCCL", ())
 
 
 _GLOO_SAYS = ("/gloo/", "Application timeout caused pair closure", "Connection closed by peer")
@@ -52,6 +56,39 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
     """
     backend = group._get_backend(device)
     return backend.wrapped_pg if isinstance(backend, _WRAPPERS) else backend
+
+
+def monitored_backends(part: ProcessGroup | CppBackend) -> list[CppBackend]:
+    """The backends of a group, or this backend, whose destructor waits for a thread of torch.
+
+    ``ProcessGroupNCCL`` has a thread that monitors its watchdog. When it starts, it looks at a flag
+    and then waits for ``TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`` (480 s). A shutdown or an abort sets the
+    flag and wakes it, but takes no lock: if the thread is between the two, it ends minutes later
+    (torch 2.8.0 to 2.15.0).
+    """
+    backends: list[Any] = [part]
+    if isinstance(part, ProcessGroup):
+        devices = [device.type for device in device_types(part)]
+        backends = list(live_backends(part, devices).values())
+    return [backend for backend in backends if isinstance(backend, _NCCL)]
+
+
+def await_monitors() -> None:
+    """Wait until no thread that monitors a backend is starting. Local, blocking, with a timeout."""
+    end = time.monotonic() + _MONITORS_START_S
+    while any(map(_starts, glob("/proc/self/task/*/stat"))) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _starts(path: str) -> bool:
+    try:
+        name, _, state = Path(path).read_text().partition(") ")
+    except OSError:  # the thread has ended
+        return False
+    return name.endswith("(pt_nccl_heartbt") and not state.startswith("S")  # S: it waits
+
+
+_MONITORS_START_S = 1.0
 
 
 def wraps_backends() -> bool:

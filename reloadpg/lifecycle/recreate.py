@@ -60,6 +60,7 @@ class Releases:
                 return
             inner = group.communicator
             parts = _parts(inner, group.construction)
+            monitored = c10d.monitored_backends(inner)
             locks = c10d.shares_lock(released_backends(inner, group.construction))
             aborts = self._aborts and locks
             self.job.doomed[group] = repr(group), parts
@@ -75,11 +76,7 @@ class Releases:
             # communicator that was destroyed. The destroy ends when the peers abort theirs.
             doomed = self.job.doomed.pop(group, None) if locks else None
             try:
-                for part in parts:
-                    if aborts:  # a destroy would wait for peers in a lock that other threads need
-                        with c10d.group_call():
-                            part.abort()
-                    part.shutdown()  # after an abort, it ends torch's watchdog
+                _end(parts, aborts)
             except BaseException:
                 if doomed is not None:
                     self.job.doomed[group] = doomed
@@ -87,6 +84,8 @@ class Releases:
         self.job.doomed.pop(group, None)
         if not group.construction.is_mixed:
             self.released[repr(group)] = weakref.ref(inner)
+        del inner, parts
+        _let_go(monitored, aborted=False)
 
     def held(self) -> list[str]:
         """Warn of groups whose objects created by torch are still referenced. Local."""
@@ -97,6 +96,15 @@ class Releases:
             for name, inner in self.released.items()
             if inner() is not None
         ]
+
+
+def _end(parts: Iterable[Any], aborts: bool) -> None:
+    """Destroy communicators, or abort them. Blocking."""
+    for part in parts:
+        if aborts:  # a destroy would wait for peers in a lock that other threads need
+            with c10d.group_call():
+                part.abort()
+        part.shutdown()  # after an abort, it ends torch's watchdog
 
 
 def _shares_locks(groups: Iterable[ProcessGroup]) -> bool:
@@ -352,8 +360,10 @@ def _abort(parts: list[Any]) -> None:
     # the last references are dropped in this thread, not in the caller's.
     with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
         while parts:
+            monitored = c10d.monitored_backends(parts[-1])
             abort_communicator(parts[-1])
             parts.pop()
+            _let_go(monitored, aborted=True)
 
 
 _aborting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
@@ -370,11 +380,35 @@ def abort_communicator(part: Any) -> None:
         part.abort()
 
 
+def _let_go(backends: list[Any], *, aborted: bool) -> None:
+    """Drop the references to backends that were shut down or aborted. Local, non-blocking.
+
+    Their destructors wait for a thread of torch that may have missed that it is to end
+    (:func:`~reloadpg.c10d.backends.monitored_backends`), so another thread drops them. A second
+    abort wakes that thread; after a shutdown, it would use the communicator that was destroyed.
+    """
+
+    def drop() -> None:
+        if aborted:
+            c10d.await_monitors()
+            for backend in backends:
+                with suppress(RuntimeError):
+                    backend.abort()
+                del backend
+        backends.clear()
+
+    if backends:
+        with suppress(ReloadpgError):  # no thread can be started: the caller drops them
+            Task(drop, "drop")
+
+
 def _discard(inner: ProcessGroup) -> None:
     """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
     c10d.discard_generation(inner)
+    monitored = c10d.monitored_backends(inner)
     with suppress(RuntimeError):
         inner.abort()
+    _let_go(monitored, aborted=True)
 
 
 def _parts(inner: ProcessGroup, construction: Construction) -> list[Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ pytestmark = [
 
 GROUPS = 12
 WARM = 5
+DELAY_S = 0.3
 BLOCKED_S = 2.0
 """Seconds after which a call that has not returned is blocked; it takes milliseconds."""
 bound_or_not = pytest.mark.parametrize("bound", [True, False])
@@ -165,3 +167,33 @@ def test_a_release_leaves_nothing_over(engine: str, rank: int, tmp_path: Path) -
         dist.destroy_process_group(group)
     gc.collect()
     assert "not finalized" not in errors.read_text()
+
+
+@bound_or_not
+@on_engines(2)
+def test_a_release_waits_for_no_thread_of_torch(engine: str, bound: bool, rank: int) -> None:
+    """The thread that monitors a group misses its end while it starts, and sees it minutes later.
+
+    ``ProcessGroupNCCL`` waits for that thread when it is destroyed (failure 41).
+    """
+    limit = timedelta(seconds=20)
+    start(rank, bound=bound, timeout=limit, recoverable=True)
+    group = dist.new_group([0, 1])
+    assert summed(None, rank) == summed(group, rank) == 3.0
+    reloadpg.offload()
+    with standins.inject(Fault("delay", "monitor", seconds=DELAY_S)):
+        reloadpg.reload()
+        reloadpg.recovery.recover("a test")
+        reloadpg.offload()
+        assert eventually(lambda: not monitors())
+        with patch.object(c10d, "await_monitors"):  # it waits for a limited time
+            reloadpg.reload()
+            reloadpg.offload()
+        reloadpg.reload()
+    assert summed(None, rank) == summed(group, rank) == 3.0
+
+
+def monitors() -> list[str]:
+    """The threads with which torch monitors groups."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name == "pt_nccl_heartbt"]

@@ -331,6 +331,12 @@ def faulty(rank: int, n: int, call: str) -> tuple[str, int]:
     return found
 
 
+@pytest.mark.parametrize("wrong", [{"action": "fail"}, {"communicator": "pair"}])
+def test_a_wait_of_torch_can_only_be_delayed(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="takes action='delay' and no communicator"):
+        standins.Fault(**{"action": "delay", "call": "monitor", **wrong})
+
+
 SHUTDOWN = ("finalize", "destroy")
 PAIR = CONNECTED + (0 if torch.__version__ >= "2.12" else 196)  # 2.8 has created the pair's
 FAULTY = {**dict.fromkeys(("split", "abort", "finalize", "destroy"), CONNECTED), "recv": PAIR}

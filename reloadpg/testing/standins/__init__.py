@@ -98,6 +98,7 @@ Call = Literal[
     "abort",
     "suspend",
     "resume",
+    "monitor",
 ]
 _RESULTS = {
     "unhandled_cuda_error": 1,
@@ -118,7 +119,8 @@ class Fault:
             ``hang``: it does not return until the fault is cleared, or another thread aborts the
             communicator. ``async``: it succeeds, and the communicator has the asynchronous error
             `result`; its operations then wait until it is aborted.
-        call: the function of NCCL.
+        call: the function of NCCL. ``monitor``: not of NCCL, but the wait of the thread with which
+            torch monitors the watchdog of a group; only a delay before it.
         rank: the global rank (its variable RANK); None for all ranks.
         communicator: text that the communicator's name contains. torch names communicators from
             2.9 on. A communicator without a name matches only if this is None.
@@ -146,6 +148,8 @@ class Fault:
         ):
             if value not in known:
                 raise ValueError(f"{what}={value!r} must be one of {', '.join(known)}")
+        if self.call == "monitor" and (self.action != "delay" or self.communicator is not None):
+            raise ValueError(f"{self}: call='monitor' takes action='delay' and no communicator")
         if self.skip < 0 or self.seconds < 0 or (self.times is not None and self.times < 1):
             raise ValueError(f"{self}: skip and seconds must be 0 or more, times 1 or more")
         if {"\t", "\n"} & set(self.communicator or ""):

@@ -139,6 +139,7 @@ struct SharedFile {
   }
 };
 
+// False: the process has died, or its memory cannot be read, which is then written to stderr.
 bool read_memory(int process, void* to, const void* from, size_t size) {
   if (process == getpid()) {
     memcpy(to, from, size);
@@ -148,7 +149,12 @@ bool read_memory(int process, void* to, const void* from, size_t size) {
     iovec local{static_cast<char*>(to) + done, size - done};
     iovec remote{const_cast<char*>(static_cast<const char*>(from)) + done, size - done};
     ssize_t count = process_vm_readv(process, &local, 1, &remote, 1, 0);
-    if (count <= 0) return false;
+    if (count <= 0) {
+      if (errno != ESRCH)
+        fprintf(stderr, "reloadpg stand-ins: %zu bytes of process %d cannot be read: %s\n",
+                size - done, process, strerror(errno));
+      return false;
+    }
     done += count;
   }
   return true;
@@ -342,8 +348,11 @@ ncclResult_t fault(const char* call, const Comm& comm) {
                       std::to_string(global_rank());
     if (action == "fail") return fail(result, why);
     if (action == "async") comm->break_with(result, why);
-    if (action == "delay")
-      std::this_thread::sleep_for(milliseconds(atol(each["milliseconds"].c_str())));
+    if (action == "delay") {
+      auto end = Clock::now() + milliseconds(atol(each["milliseconds"].c_str()));
+      while (strcmp(call, "monitor") == 0 && Clock::now() < end) std::this_thread::yield();
+      std::this_thread::sleep_until(end);
+    }
     if (action == "hang") {
       auto there = [&] {
         for (Fields& now : read_faults())
@@ -359,6 +368,25 @@ ncclResult_t fault(const char* call, const Comm& comm) {
   }
   return ncclSuccess;
 }
+
+}  // namespace
+
+// The thread with which torch monitors a group's watchdog checks a flag and then waits, and whoever
+// sets the flag takes no lock. A delay here is a thread that is not run in between: it is no wait.
+EXPORT int pthread_cond_timedwait(pthread_cond_t* condition, pthread_mutex_t* mutex,
+                                  const timespec* time) {
+  using Wait = int (*)(pthread_cond_t*, pthread_mutex_t*, const timespec*);
+  static auto wait = reinterpret_cast<Wait>(dlsym(RTLD_NEXT, "pthread_cond_timedwait"));
+  thread_local const bool monitors = [] {
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    return strcmp(name, "pt_nccl_heartbt") == 0;
+  }();
+  if (monitors) fault("monitor", nullptr);
+  return wait(condition, mutex, time);
+}
+
+namespace {
 
 // ---- NVIDIA's host code ----
 
