@@ -311,6 +311,7 @@ class ManagedGroup:
         if placeholder is not None and placeholder.suspended is not None:
             placeholder.suspended.abort()  # a shutdown would need the peers
         elif inner is not None:
+            c10d.await_monitors(inner)  # else its destructor may wait for a thread of torch
             how(inner)
 
     def disown(self) -> Any:

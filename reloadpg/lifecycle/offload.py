@@ -131,8 +131,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     suspended = [group for group in suspendable if group.history.strategy == "suspend"]
     op.record.warnings += verify(suspended, held, memory.in_use()) if suspendable else []
     releases = Releases(job)
-    if any(c10d.monitored_backends(group.communicator) for group in recreated):
-        c10d.await_monitors()
+    c10d.await_monitors(*(group.communicator for group in recreated))
     op.each("released", recreated, releases.release)
     if collect:
         with op.record.timed("collect"):

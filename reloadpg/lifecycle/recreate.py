@@ -390,7 +390,7 @@ def _let_go(backends: list[Any], *, aborted: bool) -> None:
 
     def drop() -> None:
         if aborted:
-            c10d.await_monitors()
+            c10d.await_monitors(*backends)
             for backend in backends:
                 with suppress(RuntimeError):
                     backend.abort()

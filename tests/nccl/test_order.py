@@ -189,8 +189,13 @@ def test_a_release_waits_for_no_thread_of_torch(engine: str, bound: bool, rank: 
         with patch.object(c10d, "await_monitors"):  # it waits for a limited time
             reloadpg.reload()
             reloadpg.offload()
+        late = len(monitors())
         reloadpg.reload()
-    assert summed(None, rank) == summed(group, rank) == 3.0
+        assert summed(None, rank) == summed(group, rank) == 3.0
+        reloadpg.offload()
+        reloadpg.reload()
+        dist.destroy_process_group()
+    assert eventually(lambda: len(monitors()) == late)
 
 
 def monitors() -> list[str]:
