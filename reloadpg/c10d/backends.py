@@ -21,6 +21,7 @@ from .tables import close_coalescing, device_backends, known_groups, label_of, w
 
 GLOO = getattr(_c10d, "ProcessGroupGloo", None)
 _NCCL = getattr(_c10d, "ProcessGroupNCCL", ())
+_MONITORS_START_S = 1.0
 
 
 _GLOO_SAYS = ("/gloo/", "Application timeout caused pair closure", "Connection closed by peer")
@@ -64,7 +65,7 @@ def monitored_backends(part: ProcessGroup | CppBackend) -> list[CppBackend]:
     ``ProcessGroupNCCL`` has a thread that monitors its watchdog. When it starts, it looks at a flag
     and then waits for ``TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`` (480 s). A shutdown or an abort sets the
     flag and wakes it, but takes no lock: if the thread is between the two, it ends minutes later
-    (torch 2.8.0 to 2.15.0).
+    (torch 2.8.0, and the older engine of 2.15.0, over stand-ins for CUDA and NCCL).
     """
     backends: list[Any] = [part]
     if isinstance(part, ProcessGroup):
@@ -74,7 +75,10 @@ def monitored_backends(part: ProcessGroup | CppBackend) -> list[CppBackend]:
 
 
 def await_monitors(*parts: ProcessGroup | CppBackend) -> None:
-    """Wait until no thread that monitors these starts. Local, blocking, with a timeout."""
+    """Wait until all monitoring threads of this process wait. Local, blocking for up to a second.
+
+    Returns at once if none of these groups or backends has such a thread.
+    """
     if not any(map(monitored_backends, parts)):
         return
     end = time.monotonic() + _MONITORS_START_S
@@ -88,9 +92,6 @@ def _starts(path: str) -> bool:
     except OSError:  # the thread has ended
         return False
     return name.endswith("(pt_nccl_heartbt") and not state.startswith("S")  # S: it waits
-
-
-_MONITORS_START_S = 1.0
 
 
 def wraps_backends() -> bool:

@@ -383,7 +383,7 @@ def abort_communicator(part: Any) -> None:
 def _let_go(backends: list[Any], *, aborted: bool) -> None:
     """Drop the references to backends that were shut down or aborted. Local, non-blocking.
 
-    Their destructors wait for a thread of torch that may have missed that it is to end
+    Their destructors wait for a thread of torch that may have missed the signal to end
     (:func:`~reloadpg.c10d.backends.monitored_backends`), so another thread drops them. A second
     abort wakes that thread; after a shutdown, it would use the communicator that was destroyed.
     """

@@ -45,6 +45,7 @@ pytestmark = [
 GROUPS = 12
 WARM = 5
 DELAY_S = 0.3
+"""Seconds for which a thread of torch does not run."""
 BLOCKED_S = 2.0
 """Seconds after which a call that has not returned is blocked; it takes milliseconds."""
 bound_or_not = pytest.mark.parametrize("bound", [True, False])
@@ -172,9 +173,9 @@ def test_a_release_leaves_nothing_over(engine: str, rank: int, tmp_path: Path) -
 @bound_or_not
 @on_engines(2)
 def test_a_release_waits_for_no_thread_of_torch(engine: str, bound: bool, rank: int) -> None:
-    """The thread that monitors a group misses its end while it starts, and sees it minutes later.
+    """The thread that monitors a group misses the signal to end while it starts.
 
-    ``ProcessGroupNCCL`` waits for that thread when it is destroyed (failure 41).
+    It then ends minutes later, and the destructor of ``ProcessGroupNCCL`` waits (failure 41).
     """
     limit = timedelta(seconds=20)
     start(rank, bound=bound, timeout=limit, recoverable=True)
@@ -186,7 +187,7 @@ def test_a_release_waits_for_no_thread_of_torch(engine: str, bound: bool, rank: 
         reloadpg.recovery.recover("a test")
         reloadpg.offload()
         assert eventually(lambda: not monitors())
-        with patch.object(c10d, "await_monitors"):  # it waits for a limited time
+        with patch.object(c10d, "await_monitors"):  # as after its timeout
             reloadpg.reload()
             reloadpg.offload()
         late = len(monitors())

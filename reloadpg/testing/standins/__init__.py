@@ -119,8 +119,8 @@ class Fault:
             ``hang``: it does not return until the fault is cleared, or another thread aborts the
             communicator. ``async``: it succeeds, and the communicator has the asynchronous error
             `result`; its operations then wait until it is aborted.
-        call: the function of NCCL. ``monitor``: not of NCCL, but the wait of the thread with which
-            torch monitors the watchdog of a group; only a delay before it.
+        call: the function of NCCL. ``monitor`` is none of NCCL: the thread with which torch
+            monitors the watchdog of a group does not run for `seconds`, before it waits.
         rank: the global rank (its variable RANK); None for all ranks.
         communicator: text that the communicator's name contains. torch names communicators from
             2.9 on. A communicator without a name matches only if this is None.
