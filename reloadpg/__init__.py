@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .lifecycle.callbacks import on_offload as on_offload
     from .lifecycle.callbacks import on_reload as on_reload
     from .lifecycle.callbacks import on_report as on_report
-    from .lifecycle.holders import register_holder as register_holder
     from .lifecycle.install import install as install
     from .lifecycle.install import is_installed as is_installed
     from .lifecycle.install import uninstall as uninstall
@@ -63,7 +62,6 @@ _HOMES = {
     "groups.sets": "region",
     "lifecycle.block": "offloaded swapped",
     "lifecycle.callbacks": "on_generation on_offload on_reload on_report",
-    "lifecycle.holders": "register_holder",
     "lifecycle.install": "install is_installed uninstall",
     "lifecycle.offload": "offload",
     "lifecycle.pending": "Pending",

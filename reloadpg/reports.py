@@ -16,7 +16,6 @@ __all__ = [
     "RankFault",
     "GroupReport",
     "GroupStatus",
-    "HolderReport",
     "OperationStatus",
     "Report",
     "Reports",
@@ -25,7 +24,7 @@ __all__ = [
     "Status",
 ]
 
-_NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "holders", "store"})
+_NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "store"})
 """Phases in which communicators, devices, the network or the caller's code take the time."""
 
 
@@ -132,24 +131,6 @@ class Borrowed:
 
 
 @dataclass(frozen=True)
-class HolderReport:
-    """A holder of communication memory that follows a set; see :func:`reloadpg.register_holder`.
-
-    Attributes:
-        state: ``held``, ``released`` or ``failed``.
-        bytes: bytes that it holds, or held before its release; None if unknown.
-        ms: wall time of its part in an operation, in milliseconds; None in a status.
-    """
-
-    name: str
-    set: str
-    state: str
-    bytes: int | None = None
-    ms: float | None = None
-    collective: bool = False
-
-
-@dataclass(frozen=True)
 class Report:
     """The record of one call of ``offload``, ``reload`` or ``recover`` on this rank.
 
@@ -177,7 +158,6 @@ class Report:
         sets: the sets that it was called for: ``all``, their names separated by commas, or ``all
             but`` and names.
         borrowed: what other code holds of the groups of this operation; see :class:`Borrowed`.
-        holders: the holders that were released or restored, in order.
     """
 
     operation: str
@@ -199,7 +179,6 @@ class Report:
     replaced: tuple[int, ...] = ()
     sets: str = "all"
     borrowed: tuple[Borrowed, ...] = ()
-    holders: tuple[HolderReport, ...] = ()
 
     @property
     def phases_ms(self) -> dict[str, float]:
@@ -472,10 +451,7 @@ class Status:
         bypassed_groups: the groups that bypass, each with the reason; empty if not installed.
         running: the running offload or reload; None if there is none.
         sets: the sets of groups that this rank knows, by name.
-        kept: communicators of a rollout engine in this process that are no process groups, by name,
-            with what frees their memory: an offload leaves them as they are.
         borrowed: what other code holds of the reloadable groups; see :class:`Borrowed`.
-        holders: the registered holders of communication memory.
         off: whether nothing is installed because of ``RELOADPG=off``.
     """
 
@@ -497,9 +473,7 @@ class Status:
     bypassed_groups: tuple[BypassedGroup, ...] = ()
     running: OperationStatus | None = None
     sets: Mapping[str, SetStatus] = field(default_factory=dict)
-    kept: Mapping[str, str] = field(default_factory=dict)
     borrowed: tuple[Borrowed, ...] = ()
-    holders: tuple[HolderReport, ...] = ()
     off: bool = False
 
     @property
@@ -559,9 +533,7 @@ class Status:
         lines += [f"bypassed: group {', '.join(n)}: {reason}" for reason, n in bypassed.items()]
         if len(self.sets) > 1:
             lines += [f"set {name}: {one.state}" for name, one in self.sets.items()]
-        lines += [f"not a process group, kept: {text}" for text in self.kept.values()]
         lines += [f"borrowed: {one}" for one in self.borrowed]
-        lines += [f"holder {one.name}: {one.state}" for one in self.holders]
         rows = []
         for g in self.groups:
             desc = described(g.desc, g.ranks)

@@ -6,7 +6,6 @@ these functions do nothing until the process has initialized the accelerator its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -51,8 +50,3 @@ def empty_cache() -> None:
     module = runtime()
     if module is not None and hasattr(module, "empty_cache"):
         module.empty_cache()
-
-
-def clears_cublas_workspaces() -> Callable[[], object] | None:
-    """The function that frees cuBLAS's workspaces; None without CUDA (seen on 2.8 to 2.15)."""
-    return getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

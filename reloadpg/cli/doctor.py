@@ -380,14 +380,14 @@ _HOLDERS = {
     "deep_ep": (
         "DeepEP takes communicators out of groups and keeps them by group (V2); its buffers hold 1 "
         "to 3 GB, and the end of a process hangs if one was not destroyed",
-        "create buffers with explicitly_destroy=True, by "
-        "reloadpg.integrations.deep_ep.keep(group, make)",
+        "create buffers with explicitly_destroy=True, and destroy them in "
+        "reloadpg.on_generation(group, before=..., package='deep_ep')",
     ),
     "transformer_engine": (
         "TransformerEngine takes the communicators of expert-parallel groups, and its userbuffers "
         "hold memory",
-        "let both follow their groups: expert_parallel() and userbuffers() of "
-        "reloadpg.integrations.transformer_engine",
+        "call ep_finalize() in reloadpg.on_generation(group, before=..., "
+        "package='transformer_engine'), and destroy_ub() in reloadpg.on_offload()",
     ),
     "nccl.core": (
         "nccl4py takes communicators out of groups by their pointers",

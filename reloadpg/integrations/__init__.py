@@ -3,9 +3,8 @@
 ``slime`` (and miles), ``megatron``, ``ray``, ``torch_memory_saver``, ``colocated`` for a trainer
 that shares its devices with a rollout engine, ``vllm`` and ``sglang`` for engines in other
 processes, and hooks for trainers: ``transformers``, ``lightning``, ``trl``, ``deepspeed``,
-``verl``, and ``optimizers`` for any other; ``deep_ep`` and ``transformer_engine`` for communicators
-and buffers that they keep, ``holders`` for other memory. Importing this package imports neither a
-framework nor torch.
+``verl``, and ``optimizers`` for any other. Importing this package imports neither a framework nor
+torch.
 """
 
 from __future__ import annotations

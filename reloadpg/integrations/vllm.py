@@ -10,7 +10,7 @@
 An engine in the trainer's processes needs neither class: see ``install(sets=...)``. Its
 communicators that are no process groups follow the offloads of a set with::
 
-    device_communicators(set="engine")
+    device_communicators(sets="engine")
 
 vLLM (0.32) is imported by that function only.
 """
@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import is_installed, offload, register_holder, reload
+from .. import is_installed, offload, on_offload, on_reload, reload
 from ..errors import InvalidOptionError
 from ..settings import is_off
 from . import framework
@@ -126,45 +126,61 @@ its all-to-all too, and no PyNccl. Neither frees the buffers of custom all-reduc
 """
 
 
-def device_communicators(
-    *,
-    group: Any = None,
-    name: str = "vLLM",
-    set: str | None = None,  # noqa: A002 - as in other functions
-) -> Callable[[], None]:
+def device_communicators(*, sets: Sequence[str] | str | None = None) -> Callable[[], None]:
     """Suspend vLLM's own communicators in each offload, and resume them in the reload.
 
     For an engine in this process, which is idle then. Call it after the engine was created, on all
     ranks of the engine. PyNccl and FlashInfer's workspaces give their memory back; custom
     all-reduce keeps its buffers (``LLM(disable_custom_all_reduce=True)``). Can be combined with
-    ``enable_nccl_comm_suspend``: a communicator that is suspended already stays so.
+    ``enable_nccl_comm_suspend``: a communicator that is suspended already stays so. They are
+    callbacks as of :func:`reloadpg.on_offload` and :func:`reloadpg.on_reload`.
 
     Args:
-        group: a group of the engine's ranks; None if these are all ranks of the job.
-        name: name for messages and reports.
-        set: the set of groups to follow; by default that of the group, or ``"trainer"``.
+        sets: the set of groups to follow, or several; None for all.
 
     Returns:
         A function that stops this; local, idempotent.
 
     Raises:
-        InvalidOptionError: vLLM has no such functions, or the name is taken; nothing was changed.
+        InvalidOptionError: vLLM has no such functions, or a set is not a name; nothing was changed.
     """
     state = framework("vLLM", "vllm", "vllm.distributed.parallel_state")
     for suspend, resume in _HOOKS:
         if hasattr(state, suspend):
-            return register_holder(
-                name,
-                release=getattr(state, suspend),
-                restore=getattr(state, resume),
-                group=group,
-                collective=True,
-                set=set,
-            )
+            return _follow(getattr(state, suspend), getattr(state, resume), sets)
     raise InvalidOptionError(
         "device_communicators(): this vLLM has no functions that suspend its communicators; "
         "nothing was changed. Upgrade to vLLM 0.30 or later."
     )
+
+
+def _follow(
+    suspend: Callable[[], object], resume: Callable[[], object], sets: Sequence[str] | str | None
+) -> Callable[[], None]:
+    suspended = False
+
+    def before() -> None:
+        nonlocal suspended
+        if not suspended:
+            suspended = True  # also if it fails: some may be suspended
+            suspend()
+
+    def after() -> None:
+        nonlocal suspended
+        if suspended:
+            resume()
+            suspended = False
+
+    ends = (
+        on_offload(before, name="vLLM", sets=sets),
+        on_reload(after, name="vLLM", sets=sets),
+    )
+
+    def end() -> None:
+        for remove in ends:
+            remove()
+
+    return end
 
 
 def _is_installed(worker: Any) -> bool:

@@ -13,26 +13,26 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import InvalidOptionError
-from ..groups.sets import Chosen
+from ..groups.sets import ALL, Chosen
 from ..reports import Report
 
 
 class Callback(NamedTuple):
-    """A user's callback: its name, and the sets for whose operations it is called."""
+    """A user's callback: its name, and the operations for which it is called.
+
+    Attributes:
+        name: name for messages.
+        function: called without arguments; with a group, with the group and its backend.
+        sets: the sets for whose operations it is called.
+        group: the group for whose generations it is called; None for every operation of the sets.
+        package: whose handles of the group it drops; see :func:`on_generation`.
+    """
 
     name: str
-    function: Callable[[], object]
-    sets: Chosen
-
-
-class GenerationCallback(NamedTuple):
-    """A library's callbacks for the generations of one group; see :func:`on_generation`."""
-
-    name: str
-    group: weakref.ref[ProcessGroup]
-    before: Callable[[Any, Any], object] | None
-    after: Callable[[Any, Any], object] | None
-    package: str
+    function: Callable[..., object]
+    sets: Chosen = ALL
+    group: weakref.ref[ProcessGroup] | None = None
+    package: str = ""
 
 
 @dataclass
@@ -48,20 +48,20 @@ class Callbacks:
     offload: list[Callback] = field(default_factory=list)
     before_reload: list[Callback] = field(default_factory=list)
     reload: list[Callback] = field(default_factory=list)
-    generation: list[GenerationCallback] = field(default_factory=list)
     report: list[Callable[[Any], object]] = field(default_factory=list)
     install: list[Callable[[], object]] = field(default_factory=list)
     uninstall: list[Callable[[], object]] = field(default_factory=list)
 
     def after_fork(self) -> None:
         """In a forked child: keep those of installations, whose patches the child keeps."""
-        operations = (self.offload, self.before_reload, self.reload, self.generation)
+        operations = (self.offload, self.before_reload, self.reload)
         for registered in (self.begin, self.report, *operations):
             registered.clear()
 
-    def of_generations(self, group: ProcessGroup) -> list[GenerationCallback]:
-        """List the callbacks for the generations of a group, in the order of registration."""
-        return [entry for entry in list(self.generation) if entry.group() is group]
+    def packages_of(self, group: ProcessGroup) -> set[str]:
+        """The packages whose handles the callbacks of a group drop. Local."""
+        entries = [*self.offload, *self.reload]
+        return {entry.package for entry in entries if entry.group and entry.group() is group}
 
 
 callbacks = Callbacks()
@@ -165,10 +165,18 @@ def on_generation(
         _check(callback, where)
     package = package or str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
     name = name or getattr(given[0], "__qualname__", repr(given[0]))
-    registered = callbacks.generation
-    registered[:] = [entry for entry in registered if entry.group() is not None]
-    entry = GenerationCallback(name, weakref.ref(group), before, after, package)
-    return register(registered, entry)
+    removals = []
+    for moment, function in ((callbacks.offload, before), (callbacks.reload, after)):
+        moment[:] = [entry for entry in moment if not entry.group or entry.group() is not None]
+        if function is not None:
+            entry = Callback(name, function, ALL, weakref.ref(group), package)
+            removals.append(register(moment, entry))
+
+    def end() -> None:
+        for remove in removals:
+            remove()
+
+    return end
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:

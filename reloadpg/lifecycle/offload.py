@@ -13,7 +13,7 @@ from ..groups.registry import registry
 from ..groups.sets import Chosen
 from ..reports import Report
 from ..settings import as_flag
-from . import holders, memory
+from . import memory
 from .callbacks import callbacks
 from .job import Job
 from .operation import Operation
@@ -103,13 +103,13 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     strategy = op.changes.strategy
     proposals, subjects = strategy.propose(live)
     calls = bool(op.due(callbacks.offload)) or op.may_suspend
-    calls = calls or strategy.extends or bool(op.of_generations(live, "before"))
+    calls = calls or strategy.extends or bool(op.of_generations(callbacks.offload, live))
     if not calls:
         _quiesce(op, "enter")
     proposed = op.agree(proposals, subjects, extends=calls)
     op.record.warnings += strategy.decide(live, proposed)
     ending = [group for group in live if group.history.strategy == "recreate"]
-    op.call([*callbacks.offload, *op.of_generations(ending, "before")])
+    op.call([*callbacks.offload, *op.of_generations(callbacks.offload, ending)])
     _forget_told(ending)
     live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
@@ -120,7 +120,6 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     suspendable = [group for group in live if group.history.strategy != "recreate"]
     if any(b.startswith("nccl") for g in recreated for b in g.construction.released.values()):
         op.record.warnings += release_cautions()
-    holders.release(op, "suspended" if op.may_suspend else "released")
     held = memory.in_use() if suspendable else {}
     if op.may_suspend:
         op.each("suspended", suspendable, suspend)
@@ -140,7 +139,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.barrier("released")
     op.record.warnings += releases.held()
     op.record.warnings += bytes_kept(suspended)
-    op.complete("" if live or op.record.holders else "no live reloadable group")
+    op.complete("" if live else "no live reloadable group")
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
 
@@ -149,8 +148,8 @@ def _forget_told(groups: list[ManagedGroup]) -> None:
     """Forget what libraries have taken out of these groups that have dropped it in a callback."""
     for group in groups:
         if group.known_loans is not None:
-            for callback in callbacks.of_generations(group.proxy):
-                group.known_loans.forget(callback.package)
+            for package in callbacks.packages_of(group.proxy):
+                group.known_loans.forget(package)
 
 
 def _quiesce(op: Operation, phase: str) -> None:

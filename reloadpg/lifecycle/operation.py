@@ -321,31 +321,29 @@ class Operation:
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
-        return [c for c in callbacks if self.changes.concerned.overlaps(c.sets)]
+        concerned = self.changes.concerned
+        return [c for c in callbacks if c.group is None and concerned.overlaps(c.sets)]
 
-    def of_generations(self, groups: Sequence[ManagedGroup], moment: str) -> list[Callback]:
-        """Return the calls of ``on_generation`` for these groups, in the order that members share.
-
-        Args:
-            groups: the groups.
-            moment: ``before`` their generations end, or ``after`` the next ones are live.
-        """
+    def of_generations(
+        self, callbacks: Sequence[Callback], groups: Sequence[ManagedGroup]
+    ) -> list[Callback]:
+        """Return those of ``on_generation`` for these groups, in the order that members share."""
 
         def call(function: Callable[..., object], group: ManagedGroup) -> None:
             if group.is_live:  # an earlier callback may have destroyed it
                 function(group.proxy, lend(group))
 
         return [
-            Callback(f"{entry.name} for {group!r}", partial(call, function, group), ALL)
+            Callback(f"{entry.name} for {group!r}", partial(call, entry.function, group))
             for group in groups
-            for entry in callbacks.of_generations(group.proxy)
-            if (function := getattr(entry, moment)) is not None
+            for entry in callbacks
+            if entry.group is not None and entry.group() is group.proxy
         ]
 
     def call(self, callbacks: Sequence[Callback]) -> None:
         """Call user callbacks in the caller's thread; an error names the callback."""
         with self.record.timed("callbacks"):
-            for name, callback, _ in self.due(callbacks):
+            for name, callback, *_ in self.due(callbacks):
                 try:
                     with self._activity(f"callback {name}"):
                         callback()

@@ -15,7 +15,7 @@ from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
-from ..reports import Borrowed, GroupReport, HolderReport, RankFault, Report, Span
+from ..reports import Borrowed, GroupReport, RankFault, Report, Span
 from ..texts import warn
 from . import memory
 from .callbacks import callbacks
@@ -32,7 +32,6 @@ class Record:
         self.started_at = time.time()
         self.groups: list[GroupReport] = []
         self.warnings: list[str] = []
-        self.holders: list[HolderReport] = []
         self.faults: tuple[RankFault, ...] = ()
         self.replaced: tuple[int, ...] = ()
         self._started = time.perf_counter()
@@ -116,7 +115,6 @@ class Record:
             self.replaced,
             str(self.chosen),
             held,
-            tuple(self.holders),
         )
 
 

@@ -19,7 +19,6 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.proxy import ReloadableProcessGroup, managed
 from ..rendezvous.worker_thread import Attempt, Task, Wait
-from . import holders
 from .callbacks import callbacks
 from .connect import (
     Connect,
@@ -249,12 +248,7 @@ def rebuild(
     op.each("rebuilt", checked, rebuilds.check, parallelism=1)
     op.record.measure("rebuilt")
     op.barrier("rebuilt")
-    told = op.of_generations(gone, "after")
-    if holders.to_restore(op.changes.concerned):  # after the libraries, before the program
-        op.call(told)
-        told = []
-        holders.restore(op, "done")
-    op.call([*told, *callbacks.reload])
+    op.call([*op.of_generations(callbacks.reload, gone), *callbacks.reload])
     retries = op.options.recoverable or (job.loops is not None and job.loops.open)
     if connect == "none" and retries and (text := late_connections(back)):
         op.record.warnings.append(f"{text} Pass connect='eager'.")

@@ -17,7 +17,6 @@ from ..groups.sets import Chosen
 from ..rendezvous.decision import Decision
 from ..reports import Report
 from ..settings import as_flag
-from . import holders
 from .callbacks import callbacks
 from .connect import Connect, validate
 from .job import Job
@@ -154,10 +153,9 @@ def _names(skip: Skip) -> frozenset[str]:
 
 
 def _calls(op: Operation) -> bool:
-    """Whether this rank has callbacks to call, or holders to restore, after the rebuild."""
-    told = any(callbacks.of_generations(group.proxy) for group in op.changes.groups)
-    held = holders.to_restore(op.changes.concerned)
-    return told or bool(held) or bool(op.due(callbacks.reload))
+    """Whether this rank has callbacks to call after the rebuild."""
+    told = op.of_generations(callbacks.reload, op.changes.groups)
+    return bool(told) or bool(op.due(callbacks.reload))
 
 
 def _without_communicator(op: Operation) -> list[ManagedGroup]:
@@ -177,16 +175,14 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     while True:
         op.changes.rebuild_all(decision.generation)
         op.open(job.rendezvous.open(op.name, phases, op.round.seconds, OPTIONAL[op.name]))
-        restores = bool(holders.held_by(op.changes.concerned))
         try:
-            op.agree(connect=how, extends=restores or _calls(op))
+            op.agree(connect=how, extends=_calls(op))
             break
         except DisagreementError:
             # Another rank has failed here, and its next reload has just found the difference.
             if op.round.decision is None or not op.round.decision.generation:
                 raise
             decision = op.round.decision
-    holders.fail(op.changes.concerned)
     reason = f"The ranks disagreed on the state: {decision.text}."
     op.record.warnings.append(f"all groups were rebuilt. {reason}")
     op.changes.mark_offloaded()

@@ -11,7 +11,6 @@ from ..groups.proxy import GroupState
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Wait
 from ..reports import Report
-from . import holders
 from .job import Job, Unfinished
 from .operation import TOUCHING, Operation
 from .record import publish
@@ -99,7 +98,6 @@ def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> 
     # would disagree in every later attempt.
     for group, generation in op.changes.generations.items():
         group.generation = generation
-    holders.fail(op.changes.concerned)
     creates = op.name != "offload"
     while op.round.unfinished:
         index, task = op.round.unfinished.pop()

@@ -13,8 +13,7 @@ from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
-from . import holders, memory
-from .engines import engine_communicators
+from . import memory
 from .job import Job, jobs
 
 
@@ -53,8 +52,6 @@ def status() -> Status:
     job = jobs.known
     unfinished = job.unfinished if job else []
     bypassed = registry.bypassed()
-    held = holders.reports()
-    followed = {holder.name for holder in held}
     return Status(
         installed=registry.patches is not None,
         initialized=world is not None,
@@ -83,9 +80,7 @@ def status() -> Status:
         ),
         running=running(),
         sets=_sets(job, shown),
-        kept={name: why for name, why in engine_communicators().items() if name not in followed},
         borrowed=borrowed(groups),
-        holders=held,
         off=registry.off,
     )
 

@@ -150,7 +150,7 @@ class Strategy:
         """What other code holds of a group and could use after a release; empty if it is none."""
         if self._borrowed not in _PROTECTS:
             return ""
-        told = {callback.package for callback in callbacks.of_generations(group.proxy)}
+        told = callbacks.packages_of(group.proxy)
         held = [loan for loan in borrowed([group]) if loan.raw and not loan.ended]
         others = [loan for loan in held if not any(is_part(loan.by, name) for name in told)]
         return "; ".join(map(str, others))

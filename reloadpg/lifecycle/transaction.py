@@ -9,7 +9,6 @@ from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan, Proposal
 from ..texts import did_you_mean
-from . import holders
 from .job import Job, Position
 from .strategy import Strategy
 
@@ -126,8 +125,7 @@ class Transaction:
             for group in self._planned
             if not (construction := group.construction).is_handed_over
         )
-        held = holders.plans(self._chosen, self._job.rendezvous.size, whole=self.whole)
-        return Plan(self._name, dict(settings), (*groups, *held), options, state)
+        return Plan(self._name, dict(settings), groups, options, state)
 
     def commit(self) -> None:
         """Record the state that all ranks have after the operation. Idempotent.

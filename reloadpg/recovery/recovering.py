@@ -30,7 +30,6 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..groups.sets import Chosen
-from ..lifecycle import holders
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.job import Job, Position, jobs
 from ..lifecycle.operation import PHASES, Operation
@@ -200,7 +199,6 @@ def _recover(
         op.call(callbacks.before_reload)
     with op.record.timed("device"):
         devices.empty_cache()
-    holders.fail(op.changes.concerned, op.changes.groups)
     leave_out(op)
     skipped = op.changes.skipped
     groups = [g for g in op.changes.groups if g not in skipped]

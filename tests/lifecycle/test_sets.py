@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-import weakref
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -258,49 +255,3 @@ def test_a_set_that_only_other_ranks_have_is_no_error(rank):
     assert reloadpg.offload("engines").changed == (rank < 2), pair
     reloadpg.reload("engines")
     assert not reloadpg.offload("server").changed
-
-
-class _Named(SimpleNamespace):
-    """An object of an engine, identified by the name of its class."""
-
-
-class PyNcclCommunicator(_Named):
-    pass
-
-
-class CustomAllreduce(_Named):
-    pass
-
-
-class Coordinator(_Named):
-    """Like ``GroupCoordinator`` of vLLM and SGLang, whose modules hold weak references to it."""
-
-    __hash__ = object.__hash__
-
-
-@pytest.mark.parametrize(
-    ("package", "freed"),
-    [("vllm", "enable_nccl_comm_suspend"), ("sglang.srt", "disable_custom_all_reduce")],
-)
-def test_an_engines_own_communicators_are_named(monkeypatch, package, freed):
-    """The text says how to free them. Disabled, suspended and deleted ones are omitted."""
-    nccl = PyNcclCommunicator(disabled=False, _suspended=False)
-    reduce = CustomAllreduce(disabled=False)
-    off = {"qr_comm": CustomAllreduce(disabled=True), "symm_mem_comm": None}
-    if package == "vllm":
-        owner = SimpleNamespace(pynccl_comm=nccl, ca_comm=reduce, **off)
-        group = Coordinator(device_communicator=owner)
-    else:
-        group = Coordinator(pynccl_comm=nccl, ca_comm=reduce, **off)
-    state = ModuleType("parallel_state")
-    state._groups = {"tp:0": weakref.ref(group)}
-    monkeypatch.setitem(sys.modules, f"{package}.distributed.parallel_state", state)
-    status = reloadpg.status()
-    assert set(status.kept) == {"tp:0.pynccl_comm", "tp:0.ca_comm"}
-    assert any("PyNcclCommunicator" in text for text in status.kept.values())
-    assert freed in str(status)
-    assert status.details()["kept"] == status.kept
-    nccl._suspended = True
-    assert set(reloadpg.status().kept) == {"tp:0.ca_comm"}
-    del group
-    assert reloadpg.status().kept == {}

@@ -19,7 +19,6 @@ from helpers.nccl_job import CAN_SUSPEND, ENGINES, engine_variables, on_engines,
 
 import reloadpg
 from reloadpg.errors import BorrowedError
-from reloadpg.integrations.deep_ep import keep
 from reloadpg.testing import run_ranks, standins
 from reloadpg.testing.ranks import RanksFailedError
 
@@ -140,63 +139,40 @@ def test_one_member_is_enough_to_keep_a_communicator(engine: str, rank: int) -> 
 
 
 @on_engines(2)
-def test_the_integration_drops_the_communicator(engine: str, rank: int) -> None:
-    """The group is recreated; DeepEP's cache then takes the new communicator."""
+def test_a_callback_of_the_group_says_that_its_pointer_is_dropped(engine: str, rank: int) -> None:
+    """The recipe for DeepEP: its buffer is destroyed before the generation ends, while the group is
+    live, and created when the next one is. After a recovery nothing is called before.
+    """
     start(rank, borrowed="refuse")
     group = dist.new_group([0, 1])
     summed(group, rank)
-    module = deep_ep()
-    kept = keep(group, lambda: module.ElasticBuffer(group, explicitly_destroy=True))
+    module, kept = deep_ep(), [buffer_of(group)]
+
+    def destroy(group: Any, backend: Any) -> None:
+        kept.pop().destroy()
+        sys.modules["deep_ep.utils.comm"]._storage.pop(group)
+
+    def create(group: Any, backend: Any) -> None:
+        if kept:  # a recovery: the communicator of the buffer has ended
+            kept.pop()
+            sys.modules["deep_ep.utils.comm"]._storage.pop(group)
+        summed(group, rank)  # connects the communicator
+        kept.append(buffer_of(group))
+
+    reloadpg.on_generation(group, before=destroy, after=create, package="deep_ep")
     for cycle in range(3):
-        assert (kept.buffer.dispatch(), summed(group, rank)) == (2, 3.0)
+        assert (kept[0].dispatch(), summed(group, rank)) == (2, 3.0)
         report = reloadpg.offload()
-        assert kept.buffer is None
-        assert module.buffers.alive == []
+        assert (kept, module.buffers.alive) == ([], [])
         assert standins.communicators() == 0
         assert {one.strategy for one in report.groups} == {"recreate"}
         reloadpg.reload()
         assert group.generation == cycle + 1  # type: ignore[union-attr]
-    reloadpg.recovery.recover("a test")  # whose communicators have ended before the callbacks
-    assert kept.buffer.dispatch() == 2
+    reloadpg.recovery.recover("a test")
+    assert kept[0].dispatch() == 2
     assert module.buffers.alive == ["elastic"]
     reloadpg.offload()
     assert standins.uses_after_release() == []
-
-
-@on_engines(2)
-def test_expert_parallelism_is_bootstrapped_again(engine: str, rank: int) -> None:
-    """TransformerEngine keeps one communicator per process, and reads it in its end.
-
-    Without the integration it is known as borrowed, and so is another holder in the package. A
-    recovery cannot end it, and says so.
-    """
-    from reloadpg.integrations.transformer_engine import expert_parallel
-
-    start(rank, borrowed="refuse")
-    sys.path.insert(0, str(PACKAGES))
-    from transformer_engine.pytorch import ep  # type: ignore[import-not-found]
-
-    group = dist.new_group([0, 1])
-    summed(group, rank)
-    ep.ep_bootstrap(group, num_experts=4)
-    with pytest.raises(BorrowedError, match=r"taken by transformer_engine.pytorch.ep \(ep.py:"):
-        reloadpg.offload()
-    ep.ep_finalize()
-    expert_parallel(group, lambda: ep.ep_bootstrap(group, num_experts=4))
-    for _ in range(2):
-        assert ep.ep_dispatch() == 2
-        reloadpg.offload()
-        assert standins.communicators() == 0
-        with pytest.raises(RuntimeError, match="requires ep_bootstrap"):
-            ep.ep_dispatch()
-        reloadpg.reload()
-    assert ep.sizes == [2, 2, 2]
-    scope = {"__name__": "transformer_engine.pytorch.optimizers", "group": group, "torch": torch}
-    exec("group._get_backend(torch.device('cuda'))._comm_ptr()", scope)
-    with pytest.raises(BorrowedError, match=r"taken by transformer_engine.pytorch.optimizers "):
-        reloadpg.offload()
-    with pytest.raises(reloadpg.ReloadpgError, match=r"cannot be finalized.*Restart"):
-        reloadpg.recovery.recover("a test")
 
 
 def check_that_it_alone_is_suspended(group: Any, other: Any, rank: int) -> None:
@@ -259,19 +235,3 @@ def test_a_warning_names_what_is_used_after_free(engine: str, rank: int) -> None
     reloadpg.reload()
     group._get_backend(torch.device("cuda"))._comm_ptr  # type: ignore  # noqa: B018
     assert [one.ended for one in reloadpg.status().borrowed] == [True]
-
-
-@on_engines(2)
-def test_built_in_holders(engine: str, rank: int) -> None:
-    """cuBLAS's workspaces are freed in each offload. A pool is passed to torch's own backend."""
-    from reloadpg.integrations import holders
-
-    start(rank)
-    summed(None, rank)
-    with pytest.raises(TypeError, match="register_mem_pool"):
-        holders.memory_pool("no pool", dist.group.WORLD)
-    assert reloadpg.status().holders == ()
-    end = holders.cublas_workspaces()
-    assert [one.state for one in reloadpg.offload().holders] == ["released"]
-    assert [one.state for one in reloadpg.reload().holders] == ["held"]
-    end()
