@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from . import reports as reports
     from .groups.proxy import ReloadableProcessGroup as ReloadableProcessGroup
     from .groups.register_group import register_group as register_group
-    from .groups.selection import StrategyPolicy as StrategyPolicy
     from .groups.sets import region as region
     from .lifecycle.block import offloaded as offloaded
     from .lifecycle.block import swapped as swapped
@@ -58,7 +57,6 @@ _MODULES = ("environment", "extend", "integrations", "recovery", "reports")
 _HOMES = {
     "groups.register_group": "register_group",
     "groups.proxy": "ReloadableProcessGroup",
-    "groups.selection": "StrategyPolicy",
     "groups.sets": "region",
     "lifecycle.block": "offloaded swapped",
     "lifecycle.callbacks": "on_generation on_offload on_reload on_report",

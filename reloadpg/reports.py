@@ -35,7 +35,7 @@ class GroupReport:
     Attributes:
         strategy: the strategy that released or restored it: ``recreate``, ``suspend``, or ``skip``
             for a communicator that is left as it is: it was never used and holds nothing to
-            suspend, or it is an anchor.
+            suspend.
         ms: wall time in milliseconds.
         start_ms: start of its part, in milliseconds since the start of the operation.
         reason: the reason for this strategy, if there was a choice.

@@ -35,13 +35,13 @@ class History:
         strategy: strategy of the last release; empty before the first one.
         held_bytes: bytes that its communicator held then, as the backend reported them, or None.
         suspended_bytes: the part of these bytes that a suspend releases.
-        shortfall: why it is recreated from now on: a suspend gave back too little.
+        reason: the reason for that strategy, if there was one.
     """
 
     strategy: str = ""
     held_bytes: int | None = None
     suspended_bytes: int = 0
-    shortfall: str = ""
+    reason: str = ""
     cycles: int = 0
     offload_ms: float | None = None
     reload_ms: float | None = None

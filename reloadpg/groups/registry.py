@@ -22,7 +22,7 @@ from ..settings import is_off
 from .managed import ManagedGroup
 from .offloaded import GroupState
 from .proxy import ReloadableProcessGroup, managed
-from .selection import Bypass, Selection, StrategyPolicy
+from .selection import Bypass, Selection
 from .sets import TRAINER
 
 
@@ -31,7 +31,7 @@ class Options:
     """The arguments of ``install``; equal ones make a second ``install`` a no-op."""
 
     selection: Selection
-    strategy: StrategyPolicy
+    strategy: str
     timeout: timedelta
     parallelism: int | None = None
     recoverable: bool = False
@@ -50,7 +50,7 @@ class Options:
             "backends": "accelerators" if named is None else sorted(named),
             "min_size": selection.min_size,
             "world": selection.world,
-            "strategy": str(self.strategy),
+            "strategy": self.strategy,
             "timeout_s": self.timeout.total_seconds(),
             "parallelism": "default" if self.parallelism is None else self.parallelism,
             "exclude": list(selection.exclude),

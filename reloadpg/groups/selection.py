@@ -1,9 +1,9 @@
-"""Selection of the reloadable groups, and the strategy that the user chose for each."""
+"""Selection of the reloadable groups."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,8 +16,6 @@ from .sets import TRAINER, check_name, creators, open_regions
 
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})
 """Backends that hold no device memory: reloadable only if named."""
-
-STRATEGY_NAMES = ("recreate", "suspend")
 
 
 class Bypass(NamedTuple):
@@ -210,81 +208,3 @@ def _set_of(
             if fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*"):
                 return name
     return _NO_RULE
-
-
-@dataclass(frozen=True)
-class StrategyPolicy:
-    """The strategy for releasing communicators, with exceptions for single groups.
-
-    ``recreate`` destroys communicators and rebuilds them. It releases all of their memory and works
-    with every backend. ``suspend`` keeps them and releases part of their memory (NCCL 2.29.7 and
-    later). A group that cannot be suspended is recreated by all of its members, with a warning. If
-    a suspend or a resume fails, the operation fails on all ranks, and the job recreates all of its
-    groups from then on.
-
-    Attributes:
-        name: ``recreate`` or ``suspend``.
-        groups: exceptions: maps a pattern (``fnmatch``) of a group's description or name to a
-            strategy. The first match counts. Equal on all ranks.
-        anchor: a pattern (``fnmatch``) of a group's description or name: an offload keeps the
-            communicator of the smallest group of each rank that matches and has been used, so that
-            no process is without one. For runtimes that break when the last communicator of a
-            process is destroyed, such as Ascend's CANN. Empty (the default): none is kept. The
-            members agree on it, and the report has it with the strategy ``skip`` and the reason. A
-            failed operation and :func:`reloadpg.recovery.recover` keep none.
-    """
-
-    name: str = "recreate"
-    groups: Mapping[str, str] = field(default_factory=dict)
-    anchor: str = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.groups, Mapping) or not all(
-            isinstance(pattern, str) for pattern in self.groups
-        ):
-            raise InvalidOptionError(
-                f"StrategyPolicy(groups={self.groups!r}): must map patterns to strategies; nothing "
-                "was installed."
-            )
-        object.__setattr__(self, "groups", dict(self.groups))  # the caller may change its mapping
-        if not isinstance(self.anchor, str):
-            raise InvalidOptionError(
-                f"StrategyPolicy(anchor={self.anchor!r}): not a pattern; nothing was installed. "
-                'Pass "*" to keep the smallest group of each rank.'
-            )
-        for name in (self.name, *self.groups.values()):
-            if not isinstance(name, str) or name not in STRATEGY_NAMES:
-                raise InvalidOptionError(
-                    f"strategy {name!r} is unknown; nothing was installed. Use 'recreate', or "
-                    "'suspend', which recreates a group that cannot be suspended."
-                )
-
-    @classmethod
-    def of(cls, strategy: str | StrategyPolicy) -> StrategyPolicy:
-        """Return the policy that ``install(strategy=...)`` names.
-
-        Raises:
-            InvalidOptionError: there is no such strategy.
-        """
-        return strategy if isinstance(strategy, StrategyPolicy) else cls(strategy)
-
-    @property
-    def may_suspend(self) -> bool:
-        """Whether any group may be suspended. Equal on all ranks with equal options."""
-        return any(name != "recreate" for name in (self.name, *self.groups.values()))
-
-    def wanted(self, name: str, desc: str) -> str:
-        """Return the strategy that the user chose for a group."""
-        for pattern, strategy in self.groups.items():
-            if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
-                return strategy
-        return self.name
-
-    def __str__(self) -> str:
-        given = [f"groups {dict(self.groups)}"] * bool(self.groups)
-        given += [f"anchor {self.anchor!r}"] * bool(self.anchor)
-        return f"{self.name} ({', '.join(given)})" if given else self.name
-
-    def anchors(self, name: str, desc: str) -> bool:
-        """Whether a group may stay alive in an offload, as the last one of a rank."""
-        return fnmatchcase(desc, self.anchor) or fnmatchcase(name, self.anchor)

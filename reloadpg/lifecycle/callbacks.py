@@ -74,9 +74,12 @@ def on_offload(
     """Register a callback that runs before groups are released, to free other libraries' buffers.
 
     Local. Callbacks run in the order of registration, in the caller's thread (with ``wait=False``,
-    in the operation's), on every offload that releases a group. If one raises, the offload fails on
-    all ranks before any group is changed. Groups that a callback creates are not released by this
-    offload.
+    in the operation's), on every offload that releases a group: before this rank waits for other
+    ranks, so that no rank releases a group before the callbacks of all ranks have returned. If one
+    raises, the offload fails on all ranks before any group is changed. After an offload that failed
+    in this way, or because ranks were missing or differed, ``reload()`` on all ranks calls the
+    callbacks of :func:`on_reload` on the ranks that have called these. Groups that a callback
+    creates are not released by this offload.
 
     Args:
         callback: the function to call.
@@ -103,8 +106,9 @@ def on_reload(
     """Register a callback that runs after all groups are live on all ranks, or before a rebuild.
 
     Local. Callbacks run in the order of registration, in the caller's thread (with ``wait=False``,
-    in the operation's), on every reload of offloaded groups. If one raises, the reload fails on all
-    ranks; ``reload()`` can be called again.
+    in the operation's), on every reload of offloaded groups, as its last step. If one raises, the
+    others are called, and the reload raises on this rank alone: the groups are live on all ranks.
+    ``reload()`` on all ranks then calls the callbacks of this rank again.
 
     Arguments, result and errors are those of :func:`on_offload`, and ``before``: call it before the
     rebuild; if it raises, the groups stay offloaded.
@@ -128,11 +132,12 @@ def on_generation(
     the callbacks of :func:`on_offload`; ``after(group, backend)`` runs when all groups are live on
     all ranks, before those of :func:`on_reload`. The calls are made group by group in an order that
     all members share, and for one group in the order of registration, which must be the same on its
-    members. So a callback can run collectives on its group.
+    members. So a callback can run collectives on its group. Errors are treated as those of
+    :func:`on_offload` and :func:`on_reload`.
 
     A suspended group keeps its generation: nothing is called. :func:`reloadpg.recovery.recover`
-    calls ``after`` only, since the communicators are broken. If a callback raises before a group is
-    released, nothing was changed, and ``before`` is called again at the next offload.
+    calls ``after`` only, since the communicators are broken. If an offload fails before a group is
+    released, ``before`` is called again at the next one.
 
     Args:
         group: the group; None for the default group. A group that is not reloadable keeps its

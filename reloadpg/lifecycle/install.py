@@ -17,7 +17,7 @@ from ..groups.borrowed import POLICIES
 from ..groups.managed import ManagedGroup
 from ..groups.patches import Patches, patch_when_loaded
 from ..groups.registry import Options, registry
-from ..groups.selection import Selection, StrategyPolicy
+from ..groups.selection import Selection
 from ..groups.wrappers import manage_world
 from ..settings import IS_OFF, as_flag, as_integer, as_timedelta, refuse_unknown_variables
 from ..texts import counted, is_first_of_host, warn
@@ -27,6 +27,9 @@ from .record import is_new, not_reloadable
 from .variables import install_options, set_log_level
 
 logger = logging.getLogger("reloadpg")
+
+STRATEGIES = ("recreate", "suspend")
+"""Values of ``install(strategy=...)``."""
 
 
 class Installation:
@@ -62,7 +65,7 @@ def install(
     backends: Iterable[str] | str | None = None,
     min_size: int = 2,
     world: bool = True,
-    strategy: str | StrategyPolicy | None = None,
+    strategy: str | None = None,
     timeout: timedelta | float | None = None,
     parallelism: int | None = None,
     exclude: Iterable[str] | str | None = None,
@@ -88,9 +91,12 @@ def install(
             an accelerator. ``{"gloo"}`` makes gloo groups reloadable, for tests without a GPU.
         min_size: groups with fewer members bypass.
         world: whether the default group becomes reloadable too.
-        strategy: how communicators are released: ``recreate`` (the default: destroyed and rebuilt),
-            ``suspend`` (kept, but their memory is released; NCCL 2.29.7 and later; a group that
-            cannot be suspended is recreated), or a :class:`StrategyPolicy` for single groups.
+        strategy: how communicators are released, equal on all ranks. ``recreate`` (the default)
+            destroys them and rebuilds them: all of their memory is released, with every backend.
+            ``suspend`` keeps them and releases part of their memory (NCCL 2.29.7 and later). If any
+            rank cannot suspend a group, all groups of that operation are recreated, and the report
+            says which rank and why. If a suspend or a resume fails, or gives back too little, the
+            job recreates its groups from then on.
         timeout: timeout of ``offload`` and ``reload``: how long they wait for other ranks and for a
             communicator while no rank makes progress; 5 minutes by default, at most a year. A
             number is in seconds. Time during which this process was stopped does not count.
@@ -153,7 +159,7 @@ def _options(
     backends: Iterable[str] | str | None = None,
     min_size: int = 2,
     world: bool = True,
-    strategy: str | StrategyPolicy | None = None,
+    strategy: str | None = None,
     timeout: timedelta | float | None = None,
     parallelism: int | None = None,
     exclude: Iterable[str] | str | None = None,
@@ -172,7 +178,12 @@ def _options(
         sets,
         registered_later=backends is None,
     )
-    policy = StrategyPolicy.of(read["strategy"] if strategy is None else strategy)
+    way = read["strategy"] if strategy is None else strategy
+    if way not in STRATEGIES:
+        raise InvalidOptionError(
+            f"install(strategy={way!r}): unknown; nothing was installed. Use 'recreate', or "
+            "'suspend', which recreates groups that cannot be suspended."
+        )
     limit = read["timeout"] if timeout is None else timeout
     limit = as_timedelta(limit, "timeout", "nothing was installed")
     threads = None if parallelism is None else as_integer(parallelism)
@@ -187,7 +198,7 @@ def _options(
             f"install(borrowed={borrowed!r}): it is {', '.join(POLICIES[:-1])} or {POLICIES[-1]}; "
             "nothing was installed."
         )
-    return Options(selection, policy, limit, threads, recoverable, borrowed)
+    return Options(selection, way, limit, threads, recoverable, borrowed)
 
 
 def _install(options: Options, *, by_environment: bool) -> Installation:

@@ -78,6 +78,8 @@ class Job:
         creation_stores: store clients for creating groups; None without peers.
         connecting: connections to the store that are made in the background.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
+        owes_callbacks: whether callbacks of this rank were called for an offload, or failed after a
+            reload, and those of a reload are due. Need not be equal on all ranks.
         loops: the loops of ``retrying`` on this rank; used by that module only.
         replaced: the ranks that were replaced since the last completed step; equal on all ranks
             at the same step.
@@ -95,6 +97,7 @@ class Job:
     creation_stores: StorePool | None = None
     connecting: list[Task[Any]] = field(default_factory=list)
     suspend_obstacle: str = ""
+    owes_callbacks: bool = False
     last_error: str = ""
     round: Round | None = None
     position: Position = Position()  # noqa: RUF009 - immutable

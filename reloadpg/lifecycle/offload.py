@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, overload
 
@@ -14,14 +15,14 @@ from ..groups.sets import Chosen
 from ..reports import Report
 from ..settings import as_flag
 from . import memory
-from .callbacks import callbacks
+from .callbacks import Callback, callbacks
 from .job import Job
 from .operation import Operation
 from .pending import Pending
 from .recreate import Releases
 from .rehearsal import rehearse
 from .run import await_unfinished, perform
-from .strategy import bytes_kept, verify
+from .strategy import bytes_kept, choose, obstacle_of, refuse_borrowed, verify
 from .suspend import suspend
 
 
@@ -98,37 +99,30 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     if live and not registry.rehearsed and not c10d.wraps_backends():
         op.do("enter", partial(rehearse, job.world), "rehearsing on a group of this process")
         registry.rehearsed = True
-    # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,
-    # it is the first one.
-    strategy = op.changes.strategy
-    proposals, subjects = strategy.propose(live)
-    calls = bool(op.due(callbacks.offload)) or op.may_suspend
-    calls = calls or strategy.extends or bool(op.of_generations(callbacks.offload, live))
-    if not calls:
-        _quiesce(op, "enter")
-    proposed = op.agree(proposals, subjects, extends=calls)
-    op.record.warnings += strategy.decide(live, proposed)
-    ending = [group for group in live if group.history.strategy == "recreate"]
-    op.call([*callbacks.offload, *op.of_generations(callbacks.offload, ending)])
-    _forget_told(ending)
-    live = [group for group in live if group.is_live]  # a callback may destroy groups
-    if calls:
-        _quiesce(op, "quiesced")
-    op.barrier("quiesced")
+    # All that can fail comes before the first barrier: the callbacks, what other code holds of the
+    # groups, the device's work. When the last rank has arrived, every rank may change its groups.
+    obstacle = obstacle_of(live, job) if op.may_suspend else ""
+    live = _prepare(op, job, live, callbacks.offload, ends=not op.may_suspend)
+    _quiesce(op, "enter")
+    obstacle = op.agree(obstacle)
+    suspends = op.may_suspend and not obstacle
+    if op.may_suspend:
+        if not suspends:  # only now is it known that generations end
+            live = _prepare(op, job, live, [], ends=True)
+            _quiesce(op, "quiesced")
+        op.barrier("quiesced")
+    op.record.warnings += choose(live, suspends=suspends, obstacle=obstacle)
     # From here on, groups change: the operation completes, or sets them all to failed.
-    recreated = [group for group in live if group.history.strategy == "recreate"]
-    suspendable = [group for group in live if group.history.strategy != "recreate"]
+    recreated = [] if suspends else live
     if any(b.startswith("nccl") for g in recreated for b in g.construction.released.values()):
         op.record.warnings += release_cautions()
-    held = memory.in_use() if suspendable else {}
+    suspended = [group for group in live if group.history.strategy == "suspend"]
     if op.may_suspend:
-        op.each("suspended", suspendable, suspend)
+        held = memory.in_use()
+        op.each("suspended", live if suspends else [], suspend)
         op.barrier("suspended")
         op.record.measure("suspended")
-    else:  # communicators that other code has borrowed
-        op.each("released", suspendable, suspend)
-    suspended = [group for group in suspendable if group.history.strategy == "suspend"]
-    op.record.warnings += verify(suspended, held, memory.in_use()) if suspendable else []
+        op.record.warnings += verify(suspended, job, held, memory.in_use())
     releases = Releases(job)
     c10d.await_monitors(*(group.communicator for group in recreated))
     op.each("released", recreated, releases.release)
@@ -142,6 +136,30 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.complete("" if live else "no live reloadable group")
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
+
+
+def _prepare(
+    op: Operation,
+    job: Job,
+    live: list[ManagedGroup],
+    due: Sequence[Callback],
+    *,
+    ends: bool,
+) -> list[ManagedGroup]:
+    """Call callbacks, those of generations too if they ``end``; return the groups still live.
+
+    Raises:
+        BorrowedError: other code holds what would end.
+    """
+    told: list[Callback] = []
+    if ends:
+        refuse_borrowed(live, op.options.borrowed)
+        told = op.of_generations(callbacks.offload, live)
+    job.owes_callbacks = job.owes_callbacks or bool(told) or bool(op.due(due))
+    op.call([*due, *told])
+    if ends:
+        _forget_told(live)
+    return [group for group in live if group.is_live]  # a callback may destroy groups
 
 
 def _forget_told(groups: list[ManagedGroup]) -> None:

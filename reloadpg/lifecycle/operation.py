@@ -31,7 +31,7 @@ from ..groups.creation import HANDED_OVER
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import UnderWay
 from ..groups.registry import Options, registry
-from ..groups.selection import Selection, StrategyPolicy
+from ..groups.selection import Selection
 from ..groups.sets import ALL, Chosen
 from ..rendezvous.plan import Proposal
 from ..rendezvous.round import Round
@@ -46,20 +46,20 @@ from .transaction import EXISTS, Transaction
 
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
-    "reload": ("enter", "room", "resumed", "rebuilt", "done"),
-    "recover": ("enter", "agreed", "rebuilt", "done"),
+    "reload": ("enter", "room", "resumed", "done"),
+    "recover": ("enter", "agreed", "done"),
 }
-SUSPENDING = ("suspended", "room", "resumed")
-"""The phases that exist only in jobs that may suspend groups."""
+SUSPENDING = ("quiesced", "suspended", "room", "resumed")
+"""The phases that exist only in jobs that suspend groups."""
 
-OPTIONAL = {"offload": ("quiesced",), "reload": ("rebuilt",)}
-"""The phases that are omitted if no rank has callbacks and the job may not suspend groups."""
-
-TOUCHING = ("suspended", "released", "resumed", "agreed", "rebuilt", "done")
+TOUCHING = ("suspended", "released", "resumed", "agreed", "done")
 """The phases in which groups change: if a round ends there, the groups have failed."""
 
-_DEFAULTS = Options(Selection.of(None, 2, True), StrategyPolicy("recreate"), timedelta(minutes=5))
+_DEFAULTS = Options(Selection.of(None, 2, True), "recreate", timedelta(minutes=5))
 """The options of an operation that does nothing, because the library is off."""
+
+_OBSTACLE = "obstacle"
+"""Subject of the proposals to recreate groups that were to be suspended."""
 
 Action = Callable[[ManagedGroup, Attempt, int], object]
 
@@ -76,7 +76,7 @@ class Operation:
         is_running: whether this operation runs in this process: see :meth:`Registry.begin`.
         job: the job; None if torch.distributed is not initialized.
         changes: what it changes; unset without a job.
-        may_suspend: whether this job may suspend groups: equal on all ranks with equal options.
+        may_suspend: whether this job suspends groups where it can: equal on all ranks.
         opened: whether its barriers are known.
         round: the barriers to reach.
         record: times, memory and warnings, for the report.
@@ -95,7 +95,7 @@ class Operation:
             )
         self.name = name
         self.options = registry.options or _DEFAULTS
-        self.may_suspend = self.options.strategy.may_suspend
+        self.may_suspend = self.options.strategy == "suspend"
         self.chosen = chosen
         self.skip = skip
         self.record = Record(name, chosen)
@@ -132,9 +132,8 @@ class Operation:
         phases = [p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING]
         if self.name == "reload" and not self.changes.was_offloaded:
             phases = phases[:1]  # nothing is offloaded: it ends when all ranks agree on that
-        optional = () if self.may_suspend else OPTIONAL[self.name]
         seconds = self.options.timeout.total_seconds()
-        self.open(job.rendezvous.open(self.name, phases, seconds, optional))
+        self.open(job.rendezvous.open(self.name, phases, seconds))
 
     def open(self, round_: Round) -> None:
         """Open the barriers of this operation, or those that take their place. Local."""
@@ -202,34 +201,36 @@ class Operation:
 
     # -- barriers ---------------------------------------------------------------------------
 
-    def agree(
-        self,
-        proposals: Sequence[Proposal] = (),
-        subjects: Sequence[str] = (),
-        *,
-        extends: bool = False,
-        **settings: str,
-    ) -> dict[str, str]:
-        """Agree on the plan with all ranks; see :meth:`Round.agree`."""
-        plan = self.changes.plan(settings)
+    def agree(self, obstacle: str = "", **settings: str) -> str:
+        """Agree on the plan with all ranks; see :meth:`Round.agree`.
+
+        Args:
+            obstacle: why this rank cannot suspend; one obstacle decides for all ranks.
+            settings: further arguments of the call that must be equal on all ranks.
+
+        Returns:
+            An obstacle and its rank, the same on all ranks; empty if no rank has one.
+        """
+        plan, given, needed = self.changes.plan(settings), [], []
         of_sets, names = self.changes.of_sets()
-        given, needed = (*proposals, *of_sets), (*subjects, *names)
-        extends = extends or any(proposal.yields for proposal in of_sets)
+        if obstacle:
+            given = [Proposal(_OBSTACLE, f"rank {self.world.rank()}: {obstacle}")]
+        if self.name == "offload" and self.may_suspend:
+            needed = [_OBSTACLE]
+        extends = any(proposal.yields for proposal in of_sets)
         with self.record.timed("wait.enter", measure=False):
-            proposed = self.round.agree("enter", plan, given, needed, extends=extends)
+            proposed = self.round.agree(
+                "enter", plan, (*given, *of_sets), (*needed, *names), extends=extends
+            )
         if text := next((proposed[n] for n in names if proposed.get(n, EXISTS) != EXISTS), ""):
             self.changes.forget_new_sets()
             raise InvalidOptionError(f"{self.name}: {text}. Nothing was changed on any rank.")
-        return proposed
+        return proposed.get(_OBSTACLE, "")
 
     def barrier(self, phase: str) -> None:
-        """Wait until all ranks arrive; see :meth:`Round.barrier`.
-
-        An optional barrier that no rank has requested is skipped.
-        """
-        if phase not in OPTIONAL.get(self.name, ()) or self.round.phase == phase:
-            with self.record.timed(f"wait.{phase}", measure=False):
-                self.round.barrier(phase)
+        """Wait until all ranks arrive; see :meth:`Round.barrier`."""
+        with self.record.timed(f"wait.{phase}", measure=False):
+            self.round.barrier(phase)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -289,7 +290,7 @@ class Operation:
             with self.record.timed("groups", measure=False):
                 self.round.run(phase, work, self.doing, threads)
         for group in groups:
-            self.record.add(group, *self._took[group], self.changes.strategy.of(group))
+            self.record.add(group, *self._took[group])
 
     def _work(
         self,
@@ -351,6 +352,29 @@ class Operation:
                     raise ReloadpgError(
                         f"{self.name}: callback {name} raised {type(cause).__name__}: {cause}"
                     ) from cause
+
+    def call_after(self, callbacks: Sequence[Callback]) -> None:
+        """Call all of these callbacks after the last barrier, and raise the first error.
+
+        The groups are live on all ranks by then, so a callback may run collectives on them, and its
+        error is this rank's alone: the operation is complete.
+        """
+        if self.job is None:
+            return
+        self.changes.commit()
+        self.job.owes_callbacks = bool(self.due(callbacks))
+        first: ReloadpgError | None = None
+        for callback in self.due(callbacks):
+            try:
+                self.call([callback])
+            except ReloadpgError as error:
+                first = first or error
+        if first is not None:
+            raise ReloadpgError(
+                f"{first}. All groups are live on all ranks. reload() on all ranks calls the "
+                "callbacks of this rank again."
+            ) from first.__cause__
+        self.job.owes_callbacks = False
 
     @contextmanager
     def _activity(self, text: str) -> Iterator[None]:

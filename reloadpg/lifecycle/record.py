@@ -20,7 +20,6 @@ from ..texts import warn
 from . import memory
 from .callbacks import callbacks
 from .job import Job
-from .strategy import Choice
 
 logger = logging.getLogger("reloadpg")
 
@@ -55,12 +54,12 @@ class Record:
             if measure:
                 self.measure(phase)
 
-    def add(self, group: ManagedGroup, begun: float, ms: float, choice: Choice) -> None:
+    def add(self, group: ManagedGroup, begun: float, ms: float) -> None:
         """Record a group, its begin (``time.perf_counter()``) and duration, also in its history."""
         if any(report.name == group.name for report in self.groups):
             return  # first resumed, then connected
-        history = group.history
-        if self.operation == "offload":
+        history, offloads = group.history, self.operation == "offload"
+        if offloads:
             history.offload_ms = ms
             history.cycles += 1
         else:
@@ -71,18 +70,15 @@ class Record:
                 group.desc,
                 group.construction.backend,
                 group.construction.size,
-                choice.strategy,
+                history.strategy,
                 ms,
                 (begun - self._started) * 1e3,
-                choice.reason,
+                history.reason if offloads else "",
                 history.held_bytes,
                 group.set_name,
-                history.suspended_bytes if self._pins(choice) else 0,
+                history.suspended_bytes if offloads and history.strategy == "suspend" else 0,
             )
         )
-
-    def _pins(self, choice: Choice) -> bool:
-        return self.operation == "offload" and choice.strategy == "suspend"
 
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
         self.measure("after")

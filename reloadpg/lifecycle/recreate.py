@@ -238,21 +238,20 @@ def rebuild(
     if job.creation_stores is not None and gone:
         with op.record.timed("store", measure=False):
             clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
-            op.do("rebuilt", clients, "connecting to the store")
+            op.do("done", clients, "connecting to the store")
     rebuilds.prepare(gone)
     back = [g for g in op.changes.groups if g in gone or (connect != "none" and g in resumed)]
-    op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
+    op.each("done", back, rebuilds.rebuild, parallelism=op.creators)
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
-    op.each("rebuilt", checked, rebuilds.check, parallelism=1)
+    op.each("done", checked, rebuilds.check, parallelism=1)
     op.record.measure("rebuilt")
-    op.barrier("rebuilt")
-    op.call([*op.of_generations(callbacks.reload, gone), *callbacks.reload])
     retries = op.options.recoverable or (job.loops is not None and job.loops.open)
     if connect == "none" and retries and (text := late_connections(back)):
         op.record.warnings.append(f"{text} Pass connect='eager'.")
     op.barrier("done")
+    op.call_after([*op.of_generations(callbacks.reload, gone), *callbacks.reload])
     op.complete("" if op.record.groups else "no reloadable group here")
 
 

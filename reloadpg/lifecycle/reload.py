@@ -20,7 +20,7 @@ from ..settings import as_flag
 from .callbacks import callbacks
 from .connect import Connect, validate
 from .job import Job
-from .operation import OPTIONAL, PHASES, SUSPENDING, Operation
+from .operation import PHASES, SUSPENDING, Operation
 from .pending import Pending
 from .recreate import abort, leave_out, rebuild
 from .run import await_unfinished, perform
@@ -110,11 +110,8 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     if op.changes.was_offloaded:
         op.call(callbacks.before_reload)
     suspended = [g for g in op.changes.groups if not g.is_live and g.communicator is not None]
-    if suspended and not op.may_suspend:  # no other barrier precedes the resume
-        devices.empty_cache()
-        op.do("enter", lambda: check_room(suspended, op.world.rank()), "checking free memory")
     try:
-        op.agree(connect=how, extends=_calls(op))
+        op.agree(connect=how)
     except DisagreementError:
         decision = op.round.decision
         if decision is None or not decision.generation:
@@ -122,6 +119,10 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         _rebuild_all(op, job, how, decision)
         return
     if not op.changes.was_offloaded:
+        if job.owes_callbacks:  # an offload that failed, or a callback of the last reload
+            op.call_after(
+                [*op.of_generations(callbacks.reload, op.changes.groups), *callbacks.reload]
+            )
         op.complete("nothing is offloaded")
         return
     leave_out(op)
@@ -133,8 +134,6 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         op.each("resumed", suspended, resume)
         op.barrier("resumed")
         op.record.measure("resumed")
-    else:
-        op.each("rebuilt", suspended, resume)
     rebuild(op, job, _without_communicator(op), how, resumed=suspended)
 
 
@@ -150,12 +149,6 @@ def _names(skip: Skip) -> frozenset[str]:
                 "left out: all members of the others are in this job."
             )
     return frozenset(names)
-
-
-def _calls(op: Operation) -> bool:
-    """Whether this rank has callbacks to call after the rebuild."""
-    told = op.of_generations(callbacks.reload, op.changes.groups)
-    return bool(told) or bool(op.due(callbacks.reload))
 
 
 def _without_communicator(op: Operation) -> list[ManagedGroup]:
@@ -174,9 +167,9 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     phases = [phase for phase in PHASES[op.name] if phase not in SUSPENDING]
     while True:
         op.changes.rebuild_all(decision.generation)
-        op.open(job.rendezvous.open(op.name, phases, op.round.seconds, OPTIONAL[op.name]))
+        op.open(job.rendezvous.open(op.name, phases, op.round.seconds))
         try:
-            op.agree(connect=how, extends=_calls(op))
+            op.agree(connect=how)
             break
         except DisagreementError:
             # Another rank has failed here, and its next reload has just found the difference.

@@ -10,7 +10,7 @@ from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan, Proposal
 from ..texts import did_you_mean
 from .job import Job, Position
-from .strategy import Strategy
+from .strategy import planned
 
 
 class Transaction:
@@ -28,7 +28,6 @@ class Transaction:
         was_offloaded: whether these sets were offloaded at the start.
         generations: generation of each group at the start.
         generation: the job's generation after the commit.
-        strategy: the choice for each group.
         replaced: of a recovery, the ranks that were replaced since the last completed step.
         position: of a recovery, the furthest position of any rank in the loops of ``retrying``.
         whole: whether all groups of the chosen sets are rebuilt, whatever their state.
@@ -70,7 +69,6 @@ class Transaction:
         self._cycles = job.cycles + (not self.was_offloaded)
         self.generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (name == "reload" and self.was_offloaded)
-        self.strategy = Strategy(options.strategy, job, options.borrowed)
         self.replaced = job.replaced
         self.position = Position()
         self.whole = name == "recover"
@@ -117,7 +115,7 @@ class Transaction:
                 group.name,
                 construction.ranks,
                 0 if self.whole else group.generation,
-                "recreate" if self.whole else self.strategy.planned(group),
+                "recreate" if self.whole else planned(group, self._options.strategy),
                 construction.digest,
                 group.set_name,
                 construction.summary,

@@ -1,11 +1,11 @@
 """A job of overlapping groups, fault injection, and the results of its calls.
 
 A *point* is a place in an operation, written ``operation.place``: ``offload.enter``,
-``offload.callbacks``, ``offload.quiesced``, ``offload.group3`` (releasing the fourth group),
-``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD), ``reload.rebuilt``,
-``reload.callbacks``, ``reload.done``. A barrier's point is the moment before this rank arrives. A
+``offload.callbacks``, ``offload.group3`` (releasing the fourth group),
+``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD),
+``reload.done``. A barrier's point is the moment before this rank arrives. A
 recovery has ``recover.enter``, ``recover.agreed``, ``recover.group0``, ``recover.check0`` (the
-canary of WORLD), ``recover.rebuilt``, ``recover.callbacks`` and ``recover.done``. Simulated groups
+canary of WORLD) and ``recover.done``. Simulated groups
 also have ``recover.connect0``, and if they are suspended ``offload.suspend0`` and
 ``reload.resume0``.
 """
@@ -60,9 +60,8 @@ HELD = 8 * MIB
 STAYS = HELD // 8
 
 OFFLOAD_POINTS = (
-    "offload.enter",
     "offload.callbacks",
-    "offload.quiesced",
+    "offload.enter",
     "offload.group0",
     "offload.group3",
     "offload.released",
@@ -72,8 +71,6 @@ RELOAD_POINTS = (
     "reload.group0",
     "reload.group1",
     "reload.group3",
-    "reload.rebuilt",
-    "reload.callbacks",
     "reload.done",
 )
 RECOVER_POINTS = (
@@ -83,12 +80,8 @@ RECOVER_POINTS = (
     "recover.group3",
     "recover.check0",
     "recover.check3",
-    "recover.rebuilt",
-    "recover.callbacks",
     "recover.done",
 )
-
-_extending: list[Callable[[], None]] = []
 
 GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment | None, Fault]] = {
     "offload.group": ("shutdown", Fault("release", operation="shutdown")),
@@ -304,10 +297,8 @@ def interfere(
     Points in a group need the backend ``faulty`` or simulated groups. ``after`` a barrier means
     that this rank has read its decision.
     """
-    operation, place = point.split(".")
-    register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
-    if place == "callbacks":
-        remove = register(lambda: (remove(), action()), name="interfering")
+    if point == "offload.callbacks":
+        remove = reloadpg.on_offload(lambda: (remove(), action()), name="interfering")
     elif (event := point.rstrip("0123456789")) in GROUP_EVENTS:
         nth = int(point.removeprefix(event)) + 1
         at, fault = GROUP_EVENTS[event]
@@ -315,9 +306,6 @@ def interfere(
             faulty_gloo.inject(at, action, nth=nth)
         inject(replace(fault, action="call", nth=nth, call=lambda _: action()))
     else:
-        if place in ("quiesced", "rebuilt") or moment == "after":
-            # These barriers exist only if a rank has callbacks.
-            _extending.append(register(lambda: None, name="extending"))
         fault = Fault("barrier", "call", operation=point, moment=moment, call=lambda _: action())
         inject(fault)
 
@@ -326,8 +314,6 @@ def stop_interfering() -> None:
     """Undo :func:`interfere`, except for callbacks."""
     faulty_gloo.clear()
     clear_faults()
-    while _extending:
-        _extending.pop()()
 
 
 def backend_for(point: str) -> str:

@@ -147,15 +147,15 @@ class Program:
 
     def must_fail(self, part: Part) -> bool:
         """Whether something uses the link after a point: the store, or groups that connect."""
-        connected = part.call == "offload" or part.point in ("rebuilt", "done")
+        connected = part.call == "offload" or part.point == "done"
         return not self.other_link or not connected
 
 
 POINTS = {
     "step": ("",),
     "offload": ("enter", "group0", "group1", "released"),
-    "reload": ("enter", "group0", "group1", "rebuilt", "done"),
-    "recover": ("enter", "agreed", "group0", "check0", "rebuilt", "done"),
+    "reload": ("enter", "group0", "group1", "done"),
+    "recover": ("enter", "agreed", "group0", "check0", "done"),
 }
 
 

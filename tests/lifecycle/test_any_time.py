@@ -72,10 +72,10 @@ def test_the_status_describes_a_running_operation(rank, world, tmp_path):
     reloadpg.offload()
     reloadpg.reload()
     at_offload, at_reload = inside
-    assert (at_offload.operation, at_offload.phase) == ("offload", "quiesced")
+    assert (at_offload.operation, at_offload.phase) == ("offload", "enter")
     assert (at_offload.waiting, at_offload.doing) == (False, "callback ours")
     assert (at_offload.sequence, at_offload.groups) == (1, 0)
-    assert (at_reload.operation, at_reload.phase) == ("reload", "done")
+    assert (at_reload.operation, at_reload.phase) == ("reload", "")
     assert (at_reload.sequence, at_reload.doing) == (2, "callback theirs")
     assert (at_reload.groups_done, at_reload.groups) == (2, 2)
     assert at_offload.started_at <= at_offload.since < at_reload.started_at

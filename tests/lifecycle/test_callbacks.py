@@ -81,7 +81,7 @@ def _reload(rank: int, size: int) -> bool:
         reloadpg.reload()
     else:
         with simulated.inject(
-            Fault("barrier", "call", operation="reload.rebuilt", moment="before", call=done)
+            Fault("barrier", "call", operation="reload.done", moment="before", call=done)
         ):
             reloadpg.reload()
     return found[0]
@@ -89,3 +89,83 @@ def _reload(rank: int, size: int) -> bool:
 
 def test_a_callback_after_a_reload_runs_once_all_groups_are_live_on_all_ranks() -> None:
     assert run_ranks(_reload, 2, timeout=240) == [True, True]
+
+
+def gloo(**options: Any) -> None:
+    reloadpg.install(backends={worlds.BACKEND}, timeout=60, **options)
+    worlds.init()
+
+
+def failing(calls: list[str], name: str) -> Callable[[], None]:
+    """A callback that raises in its first call."""
+
+    def call() -> None:
+        calls.append(name)
+        if calls.count(name) == 1:
+            raise ValueError(f"of {name}")
+
+    return call
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_a_callback_after_a_reload_is_this_ranks_alone(rank: int) -> None:
+    """The groups are live on all ranks, and the other callbacks are called. The next reload calls
+    them again on this rank, and on no other.
+    """
+    gloo()
+    calls: list[str] = []
+    if rank == 0:
+        reloadpg.on_reload(failing(calls, "first"), name="first")
+    reloadpg.on_reload(lambda: calls.append("second"))
+    reloadpg.offload()
+    if rank == 0:
+        with pytest.raises(reloadpg.ReloadpgError, match=r"callback first .* groups are live"):
+            reloadpg.reload()
+    else:
+        assert reloadpg.reload().changed
+    assert dist.group.WORLD.state == "live"  # type: ignore[union-attr]
+    assert worlds.summed(dist.group.WORLD, rank) == 3.0
+    assert not reloadpg.reload().changed
+    assert calls == (["first", "second"] * 2 if rank == 0 else ["second"])
+    assert not reloadpg.reload().changed
+    assert calls == (["first", "second"] * 2 if rank == 0 else ["second"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ["callback", "disagreement"])
+def test_a_reload_after_an_offload_that_failed_calls_its_callbacks(where: str, rank: int) -> None:
+    """What ``on_offload`` has freed is created again, though no group was released."""
+    gloo()
+    calls: list[str] = []
+    group = dist.new_group([0, 1])
+    reloadpg.on_generation(
+        group,
+        before=lambda *_: calls.append("before"),
+        after=lambda *_: calls.append("after"),
+    )
+    reloadpg.on_reload(lambda: calls.append("on_reload"))
+    if where == "callback" and rank == 0:
+        reloadpg.on_offload(failing([], "ours"))
+    with pytest.raises(reloadpg.ReloadpgError, match=r"of ours|chosen sets"):
+        reloadpg.offload(*(["trainer"] if where == "disagreement" and rank == 0 else []))
+    assert group.state == "live"  # type: ignore[union-attr]
+    called = ["before"] if where == "disagreement" or rank == 1 else []
+    assert calls == called
+    assert not reloadpg.reload().changed
+    assert calls == [*called, "after", "on_reload"]
+    calls.clear()
+    reloadpg.offload()
+    reloadpg.reload()
+    assert calls == ["before", "after", "on_reload"]
+
+
+@pytest.mark.ranks(2)
+def test_callbacks_of_one_rank_add_no_barrier(rank: int) -> None:
+    """An operation has the same barriers on all ranks, whoever has callbacks."""
+    gloo()
+    if rank == 0:
+        reloadpg.on_offload(lambda: None)
+        reloadpg.on_reload(lambda: None)
+    offload, reload = reloadpg.offload(), reloadpg.reload()
+    spans = [span.name for report in (offload, reload) for span in report.spans if span.is_wait]
+    assert spans == ["wait.enter", "wait.released", "wait.enter", "wait.done"]

@@ -57,7 +57,7 @@ VICTIM = 2
 TWELVE = tuple((0, 1, 2) for _ in range(11))
 """With WORLD, twelve groups, of which all ranks are members."""
 
-UNTOUCHED = ("offload.enter", "offload.callbacks", "offload.quiesced", "reload.enter")
+UNTOUCHED = ("offload.enter", "offload.callbacks", "reload.enter")
 """Points before the first change of a group."""
 LAST_BARRIERS = ("offload.released", "reload.done")
 NEXT = {"offload": ("offload", "reload"), "reload": ("reload",), "recover": ("recover",)}
@@ -302,10 +302,8 @@ def check_others_error(scenario: Scenario, seen: Seen) -> None:
 
 BARRIERS = (
     "offload.enter",
-    "offload.quiesced",
     "offload.released",
     "reload.enter",
-    "reload.rebuilt",
     "reload.done",
 )
 LATE = {"offload": ("reload",), "reload": ("offload", "reload")}
@@ -354,12 +352,11 @@ BATCHES = {
             at("offload.released", "raise", "offload", "offload", "reload"),
             at("reload.group1", "raise", "offload", "reload"),
             at("reload.done", "raise", "offload", "offload", "reload"),
-            at("reload.callbacks", "raise", "reload", "reload"),
         )
     ),
-    "late ranks": late("offload.enter", "offload.group3", "reload.group0", "reload.rebuilt"),
+    "late ranks": late("offload.enter", "offload.group3", "reload.group0"),
     "late ranks at every point": late(
-        *(p for p in OFFLOAD_POINTS + RELOAD_POINTS if p not in ("offload.quiesced", "reload.done"))
+        *(p for p in OFFLOAD_POINTS + RELOAD_POINTS if p != "reload.done")
     ),
     "signals": signals(),
     "interrupts after the arrival": Batch(
@@ -373,18 +370,14 @@ BATCHES = {
         size=3,
         job={**SIM, "subgroups": TRIANGLE},
     ),
-    "a hang": Batch((at("reload.callbacks", "hang"),), bound=BOUND, job={}),
+    "a hang": Batch((at("reload.group1", "hang"),), bound=BOUND, job={}),
     "hangs in a recovery": Batch(
-        tuple(at(f"recover.{p}", "hang") for p in ("enter", "group2", "rebuilt")), bound=BOUND
+        tuple(at(f"recover.{p}", "hang") for p in ("enter", "group2", "done")), bound=BOUND
     ),
     "a recovery": Batch((at("recover.group2"), at("offload.group0", "raise", "recover"))),
     "recoveries": Batch(tuple(at(p) for p in RECOVER_POINTS)),
-    "interrupts of recoveries": Batch(
-        tuple(at(p, "interrupt") for p in RECOVER_POINTS if "callbacks" not in p)
-    ),
-    "two ranks": Batch(
-        (Scenario({1: ("recover.group2", "raise"), 2: ("recover.rebuilt", "raise")}),)
-    ),
+    "interrupts of recoveries": Batch(tuple(at(p, "interrupt") for p in RECOVER_POINTS)),
+    "two ranks": Batch((Scenario({1: ("recover.group2", "raise"), 2: ("recover.done", "raise")}),)),
     "two ranks again": Batch(RECOVER_TWICE),
     "suspends": Batch((at("offload.suspend2"),), size=3, job=SUSPENDS),
     "resumes": Batch((at("reload.resume2"),), size=3, job=SUSPENDS),

@@ -152,8 +152,8 @@ def test_a_process_killed_in_a_step_is_replaced() -> None:
 # -- killed in other phases -----------------------------------------------------------------------
 
 PHASES = {
-    "offload": ("offload.enter", "offload.quiesced", "offload.group3", "offload.released"),
-    "reload": ("reload.enter", "reload.group1", "reload.group3", "reload.rebuilt", "reload.done"),
+    "offload": ("offload.enter", "offload.group3", "offload.released"),
+    "reload": ("reload.enter", "reload.group1", "reload.group3", "reload.done"),
     "recover": ("recover.enter", "recover.agreed", "recover.group2", "recover.done"),
     "step": ("step.0", "step.1", "step.2", "step.3"),
 }

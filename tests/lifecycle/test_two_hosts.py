@@ -198,7 +198,7 @@ def test_a_cycle_over_two_hosts(tmp_path: Path) -> None:
             assert launcher.wait(LIMIT_S) == 0, hosts.logs()
 
 
-@pytest.mark.parametrize("point", ["reload.enter", "reload.group1", "reload.callbacks"])
+@pytest.mark.parametrize("point", ["reload.enter", "reload.group1", "reload.done"])
 def test_a_link_that_is_cut_during_a_reload(tmp_path: Path, point: str) -> None:
     """It is cut at the start, in a group's rebuild, or before the last barrier (failures
     14 and 16).
