@@ -305,8 +305,8 @@ what the groups hold that an offload gives back, in MiB like `held`, `released` 
 What an offload does with a group whose communicator's pointer was taken, by
 `install(borrowed=...)`.
 
-| `suspend` | `refuse` | `warn` | `ignore` |
-| --- | --- | --- | --- |
+| `refuse` | `warn` | `ignore` |
+| --- | --- | --- |
 {borrowed}
 
 ## With other holders of memory
@@ -358,7 +358,7 @@ def page(results: Result) -> str:
             if result.get("held_bytes"):
                 result["share"] = f"{result['released_bytes'] / result['held_bytes']:.3f}"
             ways.append(row(f"{way}, {text}", [way, text[0]], cycle))
-    policies = [(policy, 0.0) for policy in ("suspend", "refuse", "warn", "ignore")]
+    policies = [(policy, 0.0) for policy in ("refuse", "warn", "ignore")]
     other = [("offload_bytes", mib), ("own_bytes", mib), ("engine_bytes", mib)]
     holders = [row(name, [name], other) for name in ("torch_memory_saver", "vLLM")]
     known = of("facts")

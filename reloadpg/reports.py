@@ -110,7 +110,7 @@ class Borrowed:
         where: file and line of the call; empty if unknown.
         generation: the generation of the group that it belongs to.
         ended: whether this generation has ended.
-        raw: whether a use after the end of the generation is not detected: a use after free.
+        raw: whether a use after the end of the generation is a use after free.
     """
 
     group: str

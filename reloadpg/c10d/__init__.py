@@ -25,6 +25,7 @@ from .backends import aborted_groups as aborted_groups
 from .backends import add_backends as add_backends
 from .backends import await_hooks as await_hooks
 from .backends import await_monitors as await_monitors
+from .backends import backend_classes as backend_classes
 from .backends import backend_for as backend_for
 from .backends import completed_work as completed_work
 from .backends import connects_eagerly as connects_eagerly

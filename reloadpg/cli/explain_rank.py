@@ -45,7 +45,7 @@ from .. import c10d, environment
 from ..c10d import explaining
 from ..environment.model import DistributedEnvironment, on_nodes_of
 from ..environment.teardown import OwnGroups
-from ..groups.borrowed import borrower
+from ..groups.loans import borrower
 from ..groups.registry import registry
 from ..groups.selection import Selection
 from ..groups.sets import TRAINER, creators

@@ -18,8 +18,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from .borrowed import Loans
 from .creation import Construction
+from .loans import Loans
 from .offloaded import GroupState, Offloaded, UnderWay
 from .sets import TRAINER
 
@@ -71,7 +71,7 @@ class ManagedGroup:
         replayed: whether a replay has created its communicator, which never splits another one.
         before_end: called before the group is destroyed for good.
         known_loans: what its callers hold of it; None if nothing was taken.
-        lends: whether its callers get objects that end with its generation, and are recorded.
+        records: whether what its callers take out of it is recorded.
         calls: methods that were called on the live group, to repeat on the next one.
     """
 
@@ -85,7 +85,7 @@ class ManagedGroup:
     replayed = False
     before_end: Callable[[], object] | None = None
     known_loans: Loans | None = None
-    lends = True
+    records = True
     _released: weakref.ref[Any] | None = None
     _history: History | None = None
 
@@ -196,6 +196,11 @@ class ManagedGroup:
             for name, value in stats.items():
                 totals[name] = totals.get(name, 0) + value
         return totals
+
+    @property
+    def backend(self) -> Any:
+        """The backend object of the live group that an offload releases."""
+        return c10d.backend_for(self.current, torch.device(self.construction.selected[0]))
 
     # -- its generations --------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import wrapt
 
 from .. import c10d
 from ..texts import warn
+from .borrowed import recorders
 from .registry import registry
 from .wrappers import Wrapper, recording_rendezvous, wrappers
 
@@ -77,6 +78,8 @@ class Patches:
                 original = vars(owner)[attribute]
                 planned.append(_Patch(owner, attribute, original, wrapper_of(original)))
         planned += [_Patch(owner, attribute, *put[key]) for owner, attribute, key in _bindings(put)]
+        for owner, attribute, replacement in recorders():
+            planned.append(_Patch(owner, attribute, vars(owner)[attribute], replacement))
         applied = cls()
         try:
             for patch in planned:

@@ -3,7 +3,7 @@
 Do not assume:
 
 * that a backend object (``group._get_backend(device)``) outlives an offload. It belongs to one
-  generation, and raises afterwards (:mod:`.borrowed`); get it again after a reload.
+  generation (:mod:`.borrowed`); get it again after a reload.
 * that the proxy's C++ object has a backend. C++ code that requests one finds none; torch itself
   calls methods that find the live group.
 * that another group replaces it while it is offloaded. Every operation that needs a communicator
@@ -22,9 +22,10 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupPickleError
-from .borrowed import OURS, THROUGH, lent_by, take
+from .borrowed import take
 from .creation import Construction
 from .dispatch import Dispatch
+from .loans import OURS, THROUGH
 from .managed import ManagedGroup
 from .offloaded import GroupState as GroupState
 
@@ -200,7 +201,7 @@ def managed(group: object) -> ManagedGroup | None:
 # -- what leaves a group: see .borrowed ---------------------------------------------------------
 
 
-def _lending(name: str) -> Callable[..., Any]:
+def _recorded(name: str) -> Callable[..., Any]:
     if name.endswith("get_backend"):
 
         def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +213,7 @@ def _lending(name: str) -> Callable[..., Any]:
                 and caller.f_code.co_name not in THROUGH
             ):
                 return backend
-            return lent_by(self._managed, backend, (*args, *kwargs.values()))
+            return take(self._managed, name, backend)
     else:
 
         def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +225,7 @@ def _lending(name: str) -> Callable[..., Any]:
 
 for _name in ("_get_backend", "get_backend", "new_window", "register_abort_hook"):
     if hasattr(ProcessGroup, _name):  # hasattr() must give the same result as on a plain group
-        setattr(ReloadableProcessGroup, _name, _lending(_name))
+        setattr(ReloadableProcessGroup, _name, _recorded(_name))
 
 for _name in ("get_group_store", "set_timeout", "use_pg_for_symm_mem_rendezvous"):
     if not hasattr(ProcessGroup, _name):  # before torch 2.9 to 2.15

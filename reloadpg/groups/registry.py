@@ -35,7 +35,7 @@ class Options:
     timeout: timedelta
     parallelism: int | None = None
     recoverable: bool = False
-    borrowed: str = "suspend"
+    borrowed: str = "refuse"
 
     @property
     def threads(self) -> int:

@@ -71,7 +71,7 @@ def install(
     exclude: Iterable[str] | str | None = None,
     sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
     recoverable: bool = False,
-    borrowed: str = "suspend",
+    borrowed: str = "refuse",
 ) -> Installation:
     """Make process groups reloadable from now on.
 
@@ -122,14 +122,12 @@ def install(
             Each process writes a mark to the job's store, so that another process can replace it
             (:func:`rejoin`).
         borrowed: what an offload does about a group of which other code has taken a pointer to the
-            communicator, or a window, that it could use after the release. ``suspend`` (the
-            default): the group is suspended, which keeps the pointer valid; where it cannot be, the
-            offload raises :class:`~reloadpg.errors.BorrowedError`, which names the holder, before
-            anything is changed. ``refuse``: it raises in both cases. ``warn``: the group is
-            released, and the report's warnings name the holder. With these, other code gets backend
-            objects that raise when their generation has ended. ``ignore``: it gets torch's own
-            objects, and nothing is recorded. See ``status().borrowed`` and :func:`on_generation`.
-            Equal on all ranks.
+            communicator, or a window, that it could use after the release. ``refuse`` (the
+            default): the offload raises :class:`~reloadpg.errors.BorrowedError`, which names the
+            holder, before anything is changed, unless a callback of :func:`on_generation` for that
+            group drops it. ``warn``: the group is released, and the report's warnings name the
+            holder. ``ignore``: nothing is recorded. A suspended group keeps its communicator, so
+            nothing is refused. See ``status().borrowed``. Equal on all ranks.
 
     Returns:
         A handle; as a context manager it uninstalls at the end of the block.
@@ -165,7 +163,7 @@ def _options(
     exclude: Iterable[str] | str | None = None,
     sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
     recoverable: bool = False,
-    borrowed: str = "suspend",
+    borrowed: str = "refuse",
 ) -> Options:
     """Return the given options, completed by those of the environment."""
     c10d.refuse_missing("install", nothing="installed")  # they name torch's backends
@@ -240,7 +238,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
         registry.options, registry.patches = options, patches
         patches.patch_loaded_late()
         patch_when_loaded()
-        ManagedGroup.lends = options.borrowed != "ignore"
+        ManagedGroup.records = options.borrowed != "ignore"
         registry.by_environment = by_environment
         registry.variables = variables
         os.environ.update({name: value for name, (value, _) in variables.items()})

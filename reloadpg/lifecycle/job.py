@@ -78,8 +78,8 @@ class Job:
         creation_stores: store clients for creating groups; None without peers.
         connecting: connections to the store that are made in the background.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
-        owes_callbacks: whether callbacks of this rank were called for an offload, or failed after a
-            reload, and those of a reload are due. Need not be equal on all ranks.
+        owed: sets whose callbacks of a reload are due on this rank though no group is offloaded:
+            an offload has failed after its callbacks, or a callback after a reload has failed.
         loops: the loops of ``retrying`` on this rank; used by that module only.
         replaced: the ranks that were replaced since the last completed step; equal on all ranks
             at the same step.
@@ -97,7 +97,7 @@ class Job:
     creation_stores: StorePool | None = None
     connecting: list[Task[Any]] = field(default_factory=list)
     suspend_obstacle: str = ""
-    owes_callbacks: bool = False
+    owed: list[Chosen] = field(default_factory=list)
     last_error: str = ""
     round: Round | None = None
     position: Position = Position()  # noqa: RUF009 - immutable
@@ -115,6 +115,10 @@ class Job:
     @property
     def offloaded(self) -> bool:
         return any(state.offloaded for state in self.sets.all())
+
+    def settle(self, chosen: Chosen) -> None:
+        """Note that the callbacks of a reload of these sets are no longer owed. Local."""
+        self.owed = [sets for sets in self.owed if sets.without(chosen)]
 
     def end(self) -> None:
         """End the job before its default group is destroyed. Local; waits a limited time."""

@@ -134,6 +134,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.record.warnings += releases.held()
     op.record.warnings += bytes_kept(suspended)
     op.complete("" if live else "no live reloadable group")
+    job.settle(op.changes.concerned)
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
 
@@ -155,7 +156,8 @@ def _prepare(
     if ends:
         refuse_borrowed(live, op.options.borrowed)
         told = op.of_generations(callbacks.offload, live)
-    job.owes_callbacks = job.owes_callbacks or bool(told) or bool(op.due(due))
+    if told or op.due(due):
+        job.owed.append(op.changes.concerned)  # until the offload is complete
     op.call([*due, *told])
     if ends:
         _forget_told(live)

@@ -26,7 +26,6 @@ from ..errors import (
     ReleaseError,
     ReloadpgError,
 )
-from ..groups.borrowed import lend
 from ..groups.creation import HANDED_OVER
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import UnderWay
@@ -332,7 +331,7 @@ class Operation:
 
         def call(function: Callable[..., object], group: ManagedGroup) -> None:
             if group.is_live:  # an earlier callback may have destroyed it
-                function(group.proxy, lend(group))
+                function(group.proxy, group.backend)
 
         return [
             Callback(f"{entry.name} for {group!r}", partial(call, entry.function, group))
@@ -362,7 +361,7 @@ class Operation:
         if self.job is None:
             return
         self.changes.commit()
-        self.job.owes_callbacks = bool(self.due(callbacks))
+        self.job.settle(self.chosen)
         first: ReloadpgError | None = None
         for callback in self.due(callbacks):
             try:
@@ -370,11 +369,11 @@ class Operation:
             except ReloadpgError as error:
                 first = first or error
         if first is not None:
+            self.job.owed.append(self.chosen)
             raise ReloadpgError(
                 f"{first}. All groups are live on all ranks. reload() on all ranks calls the "
                 "callbacks of this rank again."
             ) from first.__cause__
-        self.job.owes_callbacks = False
 
     @contextmanager
     def _activity(self, text: str) -> Iterator[None]:

@@ -174,6 +174,8 @@ def _lost(loan: Borrowed) -> str:
         return ""
     if loan.raw:
         return f"{loan}: a use of it is a use after free; it must be taken again after each reload"
+    if loan.what == "backend":
+        return f"{loan}: it no longer belongs to the group; take it again after each reload"
     if loan.what in ("abort hook", "memory pool"):
         return f"{loan}: it is no longer registered; register it again after each reload"
     return ""

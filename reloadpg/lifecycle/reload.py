@@ -119,7 +119,7 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         _rebuild_all(op, job, how, decision)
         return
     if not op.changes.was_offloaded:
-        if job.owes_callbacks:  # an offload that failed, or a callback of the last reload
+        if any(op.chosen.overlaps(sets) for sets in job.owed):
             op.call_after(
                 [*op.of_generations(callbacks.reload, op.changes.groups), *callbacks.reload]
             )

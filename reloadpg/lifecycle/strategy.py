@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from .. import c10d
 from ..errors import BorrowedError
-from ..groups.borrowed import borrowed, is_part
+from ..groups.borrowed import borrowed
+from ..groups.loans import is_part
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..rendezvous.plan import SHUT_DOWN
@@ -118,11 +119,12 @@ def verify(
         return []
     if not expected and any(group.history.held_bytes is None for group in groups):
         return []  # the backend reports no bytes
-    gave = f"gave back {mebibytes(freed)} of"
-    job.suspend_obstacle = f"an earlier suspend {gave} {mebibytes(expected)}"
+    job.suspend_obstacle = (
+        f"an earlier suspend gave back {mebibytes(freed)} of {mebibytes(expected)}"
+    )
     why = "NCCL without cuMem (NCCL_CUMEM_ENABLE=0, or a driver without virtual memory) keeps it"
     return [
-        f"the suspend of {counted(len(groups), 'group')} {gave} the "
+        f"the suspend of {counted(len(groups), 'group')} gave back {mebibytes(freed)} of the "
         f"{mebibytes(expected)} that NCCL had reported: {why}. All ranks recreate their groups "
         "from the next offload on"
     ]

@@ -27,7 +27,6 @@ OTHERS = {
     "_replace": "a namedtuple",
     "_pytest": "pytest",
     "_global_process_group_list": "Megatron",
-    "_lent": "a slot of this library",
     "_pybind11_conduit_v1_": "pybind11",
     "_query_collect_info": "verl",
     "_query_dispatch_info": "verl",
@@ -44,11 +43,12 @@ OTHERS = {
 GROUPS = {
     "groups/borrowed.py",
     "groups/dispatch.py",
+    "groups/loans.py",
     "groups/offloaded.py",
     "groups/proxy.py",
     "testing/_sim_group.py",
 }
-"""Modules with classes that are groups or backends, which define methods with torch's names."""
+"""Modules with classes that are groups or backends, or wrap their methods by torch's names."""
 
 
 class Use(NamedTuple):

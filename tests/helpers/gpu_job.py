@@ -318,12 +318,12 @@ def borrowed(rank: int, size: int, backend: str) -> dict[str, str]:
     """What an offload does with a group whose communicator's pointer was taken, by policy."""
     device = device_of(rank, backend)
     seen = {}
-    for policy in ("suspend", "refuse", "warn", "ignore"):
+    for policy in ("refuse", "warn", "ignore"):
         with reloadpg.install(min_size=1, timeout=timedelta(seconds=60), borrowed=policy):
             dist.init_process_group(backend, timeout=TIMEOUT)
             groups = groups_of(size)
             reference = sums(groups, device, 1)
-            pointer = groups[-1]._get_backend(device)._comm_ptr()
+            groups[-1]._get_backend(device)._comm_ptr()
             try:
                 report = reloadpg.offload()
             except reloadpg.errors.BorrowedError:
@@ -335,10 +335,7 @@ def borrowed(rank: int, size: int, backend: str) -> dict[str, str]:
                     "communicator" in text and "pointer" in text for text in report.warnings
                 )
                 reloadpg.reload()
-                again = groups[-1]._get_backend(device)._comm_ptr()
                 seen[policy] = done + ", with a warning" * warned
-                if done == "suspend" and again != pointer:
-                    seen[policy] += ", BUT THE POINTER HAS CHANGED"
             same = all(
                 torch.equal(a, b) for a, b in zip(reference, sums(groups, device, 1), strict=True)
             )

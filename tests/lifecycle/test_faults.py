@@ -110,8 +110,7 @@ class Scenario:
         counted = self.kind == "counted"
         if self.kind == "late" or (counted and self.point in LAST_BARRIERS):
             return "completed"
-        unchanged = self.point == "offload.enter" if counted else self.point in UNTOUCHED
-        return "unchanged" if unchanged else "failed"
+        return "unchanged" if not counted and self.point in UNTOUCHED else "failed"
 
     @property
     def rise(self) -> int:

@@ -58,11 +58,8 @@ def test_the_job_recreates_after_a_failure(rank: int, at: str) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_a_backend_that_the_program_has_suspended_or_resumed(operation: str) -> None:
-    """A second suspend or resume raises on all ranks; a reload recreates the groups.
-
-    By default a backend object refuses to resume a suspended group.
-    """
-    job = Job("sim", **SUSPENDS, borrowed="ignore")
+    """A second suspend or resume raises on all ranks; a reload recreates the groups."""
+    job = Job("sim", **SUSPENDS)
     backend = job.groups["WORLD"]._get_backend(torch.device("cpu"))
     if operation == "offload":
         backend.suspend()
