@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from . import recovery as recovery
     from . import reports as reports
     from .groups.proxy import ReloadableProcessGroup as ReloadableProcessGroup
+    from .groups.region import region as region
     from .groups.register_group import register_group as register_group
-    from .groups.sets import region as region
     from .lifecycle.block import offloaded as offloaded
     from .lifecycle.block import swapped as swapped
     from .lifecycle.callbacks import on_generation as on_generation
@@ -57,7 +57,7 @@ _MODULES = ("environment", "extend", "integrations", "recovery", "reports")
 _HOMES = {
     "groups.register_group": "register_group",
     "groups.proxy": "ReloadableProcessGroup",
-    "groups.sets": "region",
+    "groups.region": "region",
     "lifecycle.block": "offloaded swapped",
     "lifecycle.callbacks": "on_generation on_offload on_reload on_report",
     "lifecycle.install": "install is_installed uninstall",

@@ -80,7 +80,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[Any, ...], tuple[Any, ...]
     "offload(collect)": (lambda v: reloadpg.offload(collect=v), FLAGS, NO_FLAGS),
     "offload(wait)": (lambda v: reloadpg.offload(wait=v), (np.True_, True), NO_FLAGS),
     "reload(wait)": (lambda v: reloadpg.reload(wait=v), (np.True_, True), NO_FLAGS),
-    "offload(set)": (lambda v: reloadpg.offload(v), NAMES[:2], (2, "", None, Path("a"))),
+    "offload(set)": (lambda v: reloadpg.offload(v), ("trainer", np.str_("trainer")), (2, "", "a")),
     "on_offload(sets)": (
         lambda v: reloadpg.on_offload(print, sets=v)(),
         NAMES,

@@ -46,7 +46,7 @@ class Selection:
         min_size: int,
         world: bool,
         exclude: Iterable[str] | str = (),
-        sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
+        sets: Mapping[str | None, Iterable[str] | str | None] | Iterable[str] | str | None = None,
         *,
         registered_later: bool = False,
     ) -> Selection:
@@ -130,6 +130,11 @@ class Selection:
                 return self.managed_set(set_name)
         return self.managed_set(TRAINER)
 
+    @property
+    def set_names(self) -> tuple[str, ...]:
+        """The declared sets, beside the trainer's."""
+        return tuple(name for name, patterns in self.sets if name and patterns is not None)
+
     def managed_set(self, name: str | None) -> str | None:
         """Return the set, or None if a rule makes its groups bypass."""
         return None if (name, None) in self.sets else name
@@ -169,22 +174,24 @@ class Selection:
 
 
 def _rules(
-    sets: Mapping[str | None, Iterable[str] | str | None] | None,
+    sets: Mapping[str | None, Iterable[str] | str | None] | Iterable[str] | str | None,
 ) -> tuple[tuple[str | None, tuple[str, ...] | None], ...]:
     if sets is None:
         return ()
     if not isinstance(sets, Mapping):
-        raise InvalidOptionError(
-            f"install(sets={sets!r}): must map sets to patterns; nothing was installed. Pass for "
-            'example sets={"engine": "vllm.*"}.'
-        )
+        names = as_names(sets)
+        if names is None or "" in names:
+            raise InvalidOptionError(
+                f"install(sets={sets!r}): not names of sets, and no mapping of sets to patterns; "
+                'nothing was installed. Pass for example sets=["engine"], or '
+                'sets={"engine": "vllm.*"}.'
+            )
+        sets = dict.fromkeys(names, ())
     rules: list[tuple[str | None, tuple[str, ...] | None]] = []
     for name, given in sets.items():
         if name is not None:
             check_name(name, f"install(sets={{{name!r}: ...}})")
-        patterns: tuple[str, ...] | None = None
-        if given is not None:
-            patterns = as_names(given)
+        patterns = None if given is None else as_names(given)
         if (name is None or given is not None) and (patterns is None or "" in patterns):
             raise InvalidOptionError(
                 f"install(sets={{{name!r}: {given!r}}}): not a module pattern or a sequence of "

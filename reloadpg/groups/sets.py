@@ -1,8 +1,8 @@
 """Sets of groups, which are offloaded and reloaded separately: a trainer's, a rollout engine's.
 
 Every reloadable group belongs to one set. The default is :data:`TRAINER`, and the default group is
-always in it. A group is in another set if it is created within a :class:`region`, or by a package
-that ``install(sets=...)`` names.
+always in it. ``install(sets=...)`` declares the others. A group is in one of them if it is created
+within a :class:`~.region.region` of that name, or by a package that ``install`` names.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import FrameType
 
 from ..errors import InvalidOptionError
 from ..settings import as_names
-from .decorating import Decorator
 
 TRAINER = "trainer"
 """The default set."""
@@ -25,39 +24,6 @@ _INSIDE = frozenset({"reloadpg", "torch", "wrapt"})
 
 open_regions: ContextVar[tuple[str | None, ...]] = ContextVar("reloadpg_region", default=())
 """The open regions of this thread, the innermost one last."""
-
-
-class region(Decorator):  # noqa: N801 - used like a function
-    """Put the groups that are created within this block into a set.
-
-    ::
-
-        with reloadpg.region("engine"):
-            llm = vllm.LLM(model, tensor_parallel_size=2, distributed_executor_backend=...)
-
-    Local, not blocking; before or after ``install``. All members of a group must create it in the
-    same region. A region applies to the calling thread (or asyncio task) and overrides the rules of
-    ``install(sets=...)``. Regions nest; the innermost one counts. It can be used as a decorator, as
-    :class:`offloaded` can.
-    The default group is always in the set ``"trainer"``. Existing groups stay in their sets.
-
-    Args:
-        name: the set. None makes the groups bypass, without a warning.
-
-    Raises:
-        InvalidOptionError: ``name`` is not the name of a set.
-    """
-
-    def __init__(self, name: str | None) -> None:
-        if name is not None:
-            check_name(name, f"region({name!r})")
-        self._name = name
-
-    def __enter__(self) -> None:
-        open_regions.set((*open_regions.get(), self._name))
-
-    def __exit__(self, *_: object) -> None:
-        open_regions.set(open_regions.get()[:-1])
 
 
 def creators() -> Iterator[str]:
@@ -130,7 +96,7 @@ class Chosen:
 ALL = Chosen()
 
 
-@dataclass
+@dataclass(eq=False)
 class SetState:
     """The state of one set in a job.
 
@@ -138,79 +104,54 @@ class SetState:
         offloaded: whether the last operation left its groups without communicators.
         generation: the job's number of reloads when the set was last reloaded.
         cycles: number of completed offloads.
-        blocks: open blocks that have offloaded it, with their levels: a block that is opened
-            within others has their level, or a higher one if the set was live again.
-        users: open blocks in which it is live.
+        depth: number of open blocks that keep it offloaded.
+        users: number of open blocks in which it is live.
     """
 
     offloaded: bool = False
     generation: int = 0
     cycles: int = 0
-    blocks: dict[object, int] = field(default_factory=dict)
-    users: set[object] = field(default_factory=set)
-
-    def level(self) -> int:
-        """The highest level of an open block; 0 without one."""
-        return max(self.blocks.values(), default=0)
-
-    def ends_with(self, block: object) -> bool:
-        """Whether the end of a block reloads it: no other block of that level is open."""
-        mine = self.blocks.get(block, 0)
-        return all(level < mine for other, level in self.blocks.items() if other is not block)
+    depth: int = 0
+    users: int = 0
 
     def in_block(self) -> bool:
         """Whether an open block will reload it at its end."""
-        return self.offloaded and bool(self.blocks)
+        return self.offloaded and self.depth > 0
 
     def __str__(self) -> str:
         return f"{'offloaded' if self.offloaded else 'live'}, generation {self.generation}"
 
 
 class SetStates:
-    """The states of a job's sets, equal on all ranks.
-
-    A rank does not know every set, since it may have no group in it. So all sets share one state,
-    and a set gets a separate state with the first operation that names it.
-    """
+    """The states of a job's sets, which are those that ``install`` declares: equal on all ranks."""
 
     def __init__(self) -> None:
-        self._rest = SetState()
-        self._named: dict[str, SetState] = {}
+        self._states = {TRAINER: SetState()}
+
+    def declare(self, names: Iterable[str]) -> None:
+        """Add sets. Local, idempotent."""
+        for name in names:
+            self._states.setdefault(name, SetState())
 
     def __getitem__(self, name: str) -> SetState:
-        return self._named.get(name, self._rest)
-
-    def separate(self, chosen: Chosen) -> list[SetState]:
-        """Return the states of these sets, separate from all other sets. Local, idempotent."""
-        for name in chosen.names - self._named.keys():
-            self._named[name] = replace(
-                self._rest, blocks=dict(self._rest.blocks), users=set(self._rest.users)
-            )
-        return [
-            *(state for name, state in self._named.items() if name in chosen),
-            *([self._rest] if chosen.others else []),
-        ]
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Give these sets the shared state again. Local, idempotent."""
-        for name in names:
-            self._named.pop(name, None)
+        return self._states.get(name, self._states[TRAINER])
 
     @property
     def names(self) -> list[str]:
-        return list(self._named)
+        return list(self._states)
 
     def all(self) -> list[SetState]:
-        return [*self._named.values(), self._rest]
+        return list(self._states.values())
+
+    def of(self, chosen: Chosen) -> list[SetState]:
+        """The states of the chosen sets. Local."""
+        return [state for name, state in self._states.items() if name in chosen]
 
     def where(self, chosen: Chosen, holds: Callable[[SetState], bool]) -> Chosen:
-        """Return the chosen sets whose state satisfies ``holds``. Local."""
-        rest = holds(self._rest)
-        apart = frozenset(name for name, state in self._named.items() if holds(state) != rest)
-        return chosen.without(Chosen(apart, others=not rest))
+        """Return the chosen sets whose state satisfies ``holds``; all sets if each does. Local."""
+        found = [n for n, state in self._states.items() if n in chosen and holds(state)]
+        return ALL if len(found) == len(self._states) else Chosen(frozenset(found), others=False)
 
     def plan(self) -> str:
         """Return the states as text, equal on all ranks that have run the same operations."""
-        rest = str(self._rest)
-        named = [f"{n}: {state}" for n, state in sorted(self._named.items()) if str(state) != rest]
-        return "; ".join([*named, f"others: {rest}" if named else rest])
+        return "; ".join(f"{name}: {state}" for name, state in sorted(self._states.items()))

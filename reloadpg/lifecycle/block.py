@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Iterable
 from typing import Any
 
 from ..errors import InvalidOptionError
-from ..groups.decorating import Decorator
+from ..groups import decorating
 from ..groups.registry import registry
-from ..groups.sets import Chosen, SetStates
+from ..groups.sets import Chosen, SetState, SetStates
 from ..rendezvous.worker_thread import exiting
 from ..reports import Report
 from ..settings import as_flag
@@ -23,14 +24,15 @@ from .reload import restore
 logger = logging.getLogger("reloadpg")
 
 
-class _Blocks(Decorator):
+class _Blocks(decorating.Block):
     """The open blocks of an object, which may be entered repeatedly."""
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
 
-    def _again(self) -> Any:
-        again = super()._again()
+    def _recreate_cm(self) -> Any:
+        """A separate object for one call of a decorated function."""
+        again = copy.copy(self)
         again._blocks = []
         return again
 
@@ -46,9 +48,9 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
     exception is raised. If this reload fails, its error is logged.
     ``with reloadpg.offloaded() as report`` returns the report of the offload.
 
-    It decorates functions and ``async def`` functions. ``async with`` is the same as ``with``: both
-    block the event loop while an operation runs. For other tasks to continue, use
-    ``await reloadpg.offload(wait=False)`` and ``await reloadpg.reload(wait=False)``.
+    It decorates functions. In a coroutine use ``with``, which blocks the event loop while an
+    operation runs. For other tasks to continue, use ``await reloadpg.offload(wait=False)`` and
+    ``await reloadpg.reload(wait=False)``.
 
     A block that is left while the interpreter exits, such as that of a suspended generator, reloads
     nothing, and neither does one that is left in a forked child.
@@ -59,8 +61,8 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
         connect: as for :func:`reload`.
 
     Raises:
-        InvalidOptionError: an argument cannot be used, or it decorates a generator function;
-            nothing was changed.
+        InvalidOptionError: an argument cannot be used, or it decorates a generator or a
+            coroutine function; nothing was changed.
     """
 
     def __init__(self, *sets: str, collect: bool = False, connect: Connect | None = None) -> None:
@@ -151,11 +153,18 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
 
 
 class Block:
-    """One block on this rank."""
+    """One block on this rank.
+
+    Each set has a counter of the blocks that keep it offloaded. A block whose end makes it zero
+    reloads the set; so does one that found the set live within other blocks.
+    """
 
     def __init__(self, chosen: Chosen) -> None:
         self._chosen = chosen
         self._sets: SetStates | None = None
+        self._counted: list[SetState] = []
+        self._found_live: list[SetState] = []
+        self._used: list[SetState] = []
         self._pid = os.getpid()
 
     @property
@@ -163,7 +172,10 @@ class Block:
         """The sets that the end of this block reloads: no other block needs them offloaded."""
         if self._sets is None:
             return self._chosen
-        return self._sets.where(self._chosen, lambda state: state.ends_with(self))
+        counted = 1 if self._counted else 0
+        return self._sets.where(
+            self._chosen, lambda state: state in self._found_live or state.depth == counted
+        )
 
     @property
     def is_offloaded(self) -> bool:
@@ -178,41 +190,39 @@ class Block:
         ``connect``.
         """
         before, job = _cycles(), jobs.known
-        live = self._chosen
-        if job is not None:
-            live = job.sets.where(self._chosen, lambda state: not state.in_block())
+        states = [] if job is None else job.sets.of(self._chosen)
+        found_live = [state for state in states if state.depth and not state.offloaded]
         try:
             report = release(Operation("offload", self._chosen), collect)
         except BaseException as error:
             if _cycles() != before:
-                self._count(live)
+                self._count(found_live)
                 self.leave(error, connect)
             raise
-        self._count(live)
+        self._count(found_live)
         return report
 
-    def _count(self, live: Chosen) -> None:
-        """Count this block; ``live`` are the sets that no block had offloaded before it."""
+    def _count(self, found_live: list[SetState]) -> None:
+        """Count this block."""
         job = jobs.known
         if job is not None:
-            self._sets = job.sets
-            for state in job.sets.separate(live):
-                state.blocks[self] = state.level() + 1
-            for state in job.sets.separate(self._chosen):
-                state.blocks.setdefault(self, state.level())
+            self._sets, self._found_live = job.sets, found_live
+            self._counted = job.sets.of(self._chosen)
+            for state in self._counted:
+                state.depth += 1
 
     def use(self, chosen: Chosen) -> None:
         """Note that these sets are live in this block."""
-        for state in self._sets.separate(chosen) if self._sets is not None else ():
-            state.users.add(self)
+        self._used = [] if self._sets is None else self._sets.of(chosen)
+        for state in self._used:
+            state.users += 1
 
     def unused(self, chosen: Chosen) -> Chosen:
         """The sets that are live in no other block; this one no longer uses them."""
-        if self._sets is None:
-            return chosen
-        for state in self._sets.all():
-            state.users.discard(self)
-        return self._sets.where(chosen, lambda state: not state.users)
+        used, self._used = self._used, []
+        for state in used:
+            state.users -= 1
+        return chosen if self._sets is None else self._sets.where(chosen, lambda s: not s.users)
 
     @property
     def is_void(self) -> bool:
@@ -233,8 +243,9 @@ class Block:
             logger.error("reload after an exception in the offloaded block failed: %s", failed)
 
     def close(self) -> None:
-        for state in self._sets.all() if self._sets is not None else ():
-            state.blocks.pop(self, None)
+        counted, self._counted = self._counted, []
+        for state in counted:
+            state.depth -= 1
 
 
 def _cycles() -> int:

@@ -69,7 +69,7 @@ def install(
     timeout: timedelta | float | None = None,
     parallelism: int | None = None,
     exclude: Iterable[str] | str | None = None,
-    sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
+    sets: Mapping[str | None, Iterable[str] | str | None] | Iterable[str] | str | None = None,
     recoverable: bool = False,
     borrowed: str = "refuse",
 ) -> Installation:
@@ -108,12 +108,13 @@ def install(
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
             bypass, for example ``"*_SERVICE"``. Matched against the name and description at
             creation. Equal on all ranks.
-        sets: for each set of groups, a pattern (``fnmatch``), or several, of the modules that
-            create its groups, for example ``{"engine": "vllm.*"}``. The innermost caller of torch
-            that matches a pattern decides. All other groups are in the set ``"trainer"`` unless a
-            :class:`region` applies; the default group always is. Groups that match the patterns
-            under the key None bypass, and so do all groups of a set that is mapped to None. Equal
-            on all ranks.
+        sets: the sets of groups beside ``"trainer"``. A name, or several: the groups of a set are
+            those that are created in a :class:`region` of its name. Or a mapping from each name to
+            a pattern (``fnmatch``), or several, of the modules that create its groups, for example
+            ``{"engine": "vllm.*"}``. The innermost caller of torch that matches a pattern decides,
+            unless a region applies. All other groups are in ``"trainer"``; the default group always
+            is. Groups that match the patterns under the key None bypass, and so do all groups of a
+            set that is mapped to None. Equal on all ranks.
         recoverable: make NCCL errors raise instead of ending the process, so that the program can
             call :func:`recover`. Sets unset variables, such as
             ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also overriding torchrun's default of 1), until
@@ -161,7 +162,7 @@ def _options(
     timeout: timedelta | float | None = None,
     parallelism: int | None = None,
     exclude: Iterable[str] | str | None = None,
-    sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
+    sets: Mapping[str | None, Iterable[str] | str | None] | Iterable[str] | str | None = None,
     recoverable: bool = False,
     borrowed: str = "refuse",
 ) -> Options:

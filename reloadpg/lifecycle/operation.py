@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import (
-    InvalidOptionError,
     NotInstalledError,
     RebuildError,
     ReleaseError,
@@ -29,6 +28,7 @@ from ..errors import (
 from ..groups.creation import HANDED_OVER
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import UnderWay
+from ..groups.region import refuse_undeclared
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection
 from ..groups.sets import ALL, Chosen
@@ -41,7 +41,7 @@ from ..settings import IS_OFF
 from .callbacks import Callback, callbacks
 from .job import Job, jobs
 from .record import Record
-from .transaction import EXISTS, Transaction
+from .transaction import Transaction
 
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
@@ -84,6 +84,7 @@ class Operation:
 
     Raises:
         NotInstalledError: ``install`` was not called.
+        InvalidOptionError: ``install`` does not declare a chosen set.
     """
 
     def __init__(self, name: str, chosen: Chosen = ALL, skip: frozenset[str] = frozenset()) -> None:
@@ -94,6 +95,8 @@ class Operation:
             )
         self.name = name
         self.options = registry.options or _DEFAULTS
+        if not chosen.others and registry.options is not None:
+            refuse_undeclared(sorted(chosen.names), self.options.selection.set_names, name)
         self.may_suspend = self.options.strategy == "suspend"
         self.chosen = chosen
         self.skip = skip
@@ -211,19 +214,12 @@ class Operation:
             An obstacle and its rank, the same on all ranks; empty if no rank has one.
         """
         plan, given, needed = self.changes.plan(settings), [], []
-        of_sets, names = self.changes.of_sets()
         if obstacle:
             given = [Proposal(_OBSTACLE, f"rank {self.world.rank()}: {obstacle}")]
         if self.name == "offload" and self.may_suspend:
             needed = [_OBSTACLE]
-        extends = any(proposal.yields for proposal in of_sets)
         with self.record.timed("wait.enter", measure=False):
-            proposed = self.round.agree(
-                "enter", plan, (*given, *of_sets), (*needed, *names), extends=extends
-            )
-        if text := next((proposed[n] for n in names if proposed.get(n, EXISTS) != EXISTS), ""):
-            self.changes.forget_new_sets()
-            raise InvalidOptionError(f"{self.name}: {text}. Nothing was changed on any rank.")
+            proposed = self.round.agree("enter", plan, given, needed)
         return proposed.get(_OBSTACLE, "")
 
     def barrier(self, phase: str) -> None:

@@ -95,8 +95,8 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
     """The sets that this rank knows, from its groups, the rules, and operations."""
     if job is None:
         return {}
-    rules = () if registry.options is None else registry.options.selection.sets
-    names = [TRAINER, *(name for name, patterns in rules if name and patterns), *job.sets.names]
+    declared = () if registry.options is None else registry.options.selection.set_names
+    names = [TRAINER, *declared, *job.sets.names]
     rows = {}
     for name in dict.fromkeys([*names, *(group.set for group in groups)]):
         mine = [group for group in groups if group.set == name]

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
-from ..groups.sets import TRAINER, Chosen
-from ..rendezvous.plan import GENERATION, GroupPlan, Plan, Proposal
-from ..texts import did_you_mean
+from ..groups.sets import Chosen
+from ..rendezvous.plan import GENERATION, GroupPlan, Plan
 from .job import Job, Position
 from .strategy import planned
 
@@ -45,8 +44,7 @@ class Transaction:
         self._chosen = self.concerned = chosen
         self._job = job
         self._options = options
-        self._new_sets = chosen.names - {*job.sets.names}
-        job.sets.separate(chosen)
+        job.sets.declare(options.selection.set_names)
         offloads = name == "offload"
         due = job.sets.where(chosen, lambda state: state.offloaded != offloads)
         self.was_offloaded = bool(due) != offloads
@@ -65,7 +63,7 @@ class Transaction:
             self._planned = [g for g in registry.managed() if g.set_name in chosen]
         # No group is deleted while the operation runs, whichever of these it changes.
         self._proxies = [group.proxy for group in (*self.groups, *self._planned)]
-        self._before = [(s, s.offloaded, s.cycles) for s in job.sets.separate(self.concerned)]
+        self._before = [(s, s.offloaded, s.cycles) for s in job.sets.of(self.concerned)]
         self._cycles = job.cycles + (not self.was_offloaded)
         self.generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (name == "reload" and self.was_offloaded)
@@ -95,7 +93,7 @@ class Transaction:
         self.whole, self.was_offloaded, self.generation = True, True, generation
         self.concerned, self.groups = self._chosen, self._planned
         self.generations = {group: group.generation for group in self.groups}
-        states = self._job.sets.separate(self.concerned)
+        states = self._job.sets.of(self.concerned)
         self._before = [(s, s.offloaded, s.cycles) for s in states]
 
     def plan(self, settings: Mapping[str, str]) -> Plan:
@@ -156,35 +154,3 @@ class Transaction:
         """Mark the concerned sets as offloaded: their groups have no communicators. Local."""
         for state, *_ in self._before:
             state.offloaded = True
-
-    def forget_new_sets(self) -> None:
-        """Drop the states of sets that this operation was the first to name. Local."""
-        self._job.sets.forget(self._new_sets)
-
-    def of_sets(self) -> tuple[list[Proposal], list[str]]:
-        """This rank's proposals on named sets that no rule names, and their subjects. Local.
-
-        A rank that has a group of the set proposes that it exists. One that has none, and knows a
-        similar name, proposes the error that all ranks raise if no rank has a group of the set.
-        """
-        named = self._options.selection.sets
-        rules = {TRAINER, *(name or "" for name, _ in named)}
-        known = rules | {group.set_name for group in registry.managed()}
-        chosen = () if self._chosen.others else sorted(self._chosen.names - rules)
-        proposals = []
-        for name in chosen:
-            if name in known:
-                proposals.append(Proposal(_set(name), EXISTS))
-            elif near := did_you_mean(name, known):
-                sets = ", ".join(sorted(known - {""}))
-                text = f"no group of any rank is in the set {name!r}{near}; sets here: {sets}"
-                proposals.append(Proposal(_set(name), text, yields=True))
-        return proposals, [_set(name) for name in chosen]
-
-
-EXISTS = "a rank has a group of this set"
-
-
-def _set(name: str) -> str:
-    """Subject of the proposals on a named set, which all ranks read."""
-    return f"set/{name}"

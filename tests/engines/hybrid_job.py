@@ -38,7 +38,7 @@ def install(case):
     if case == "plain":
         return nullcontext, nullcontext()
     rules = {"rule": {"engine": "vllm.*"}, "alone": {None: "vllm.*"}}
-    reloadpg.install(backends={"gloo"}, sets=rules.get(case))
+    reloadpg.install(backends={"gloo"}, sets=rules.get(case, "engine"))
     if case == "alone":
         return reloadpg.offloaded, nullcontext()
     region = reloadpg.region("engine") if case == "region" else nullcontext()

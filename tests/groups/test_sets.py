@@ -51,6 +51,7 @@ NAMES = ("world", "mine", "direct", "through helper", "subgroups", "helper")
             {"engine": ["nothing", "engine.parallel.state"], "other": "helper"},
             {**BY_ENGINE, "through helper": "other", "helper": "other"},
         ),
+        (["engine"], {}),
         ({None: "engine.*"}, dict.fromkeys(BY_ENGINE)),
     ],
     ids=str,
@@ -85,7 +86,10 @@ def test_a_group_belongs_to_the_set_of_the_nearest_caller_that_a_rule_matches(se
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("sets", "in_region", "by_rule"),
-    [({"rule": "engine.*"}, "engine", "rule"), ({"engine": None}, None, "trainer")],
+    [
+        ({"rule": "engine.*", "engine": (), "critic": ()}, "engine", "rule"),
+        ({"engine": None, "critic": ()}, None, "trainer"),
+    ],
 )
 def test_a_region_overrides_rules(sets, in_region, by_rule):
     """The innermost region counts. WORLD stays in the trainer's set."""
@@ -117,7 +121,7 @@ def test_the_name_of_a_region_must_be_a_nonempty_string(name):
 
 @pytest.mark.ranks(2)
 def test_a_registered_group_joins_the_set_of_the_region():
-    reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
+    reloadpg.install(backends={"gloo"}, timeout=TIMEOUT, sets="weights")
     init()
     with reloadpg.region(None):
         group = dist.new_group([0, 1])

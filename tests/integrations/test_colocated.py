@@ -82,7 +82,7 @@ def a_side() -> Iterator[Side]:
     """A trainer whose communicators a preloaded saver has seen being created."""
     simulated.register()
     simulated.configure(bytes_per_communicator=BYTES)
-    reloadpg.install(timeout=timedelta(seconds=20))
+    reloadpg.install(timeout=timedelta(seconds=20), sets=["engine", "server"])
     worlds.init("sim")
     side = Side()
     with side.bare.preloaded():

@@ -79,7 +79,7 @@ def test_the_engine_of_trl_generates_with_the_trainers_groups_offloaded(
     case: str, rank: int
 ) -> None:
     """From before the KV cache is allocated until the engine sleeps; also if the engine raises."""
-    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
+    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT, sets="engine")
     worlds.init()
     with reloadpg.region("engine"):
         engine_group = dist.new_group([0, 1])
@@ -312,7 +312,7 @@ def test_the_communicators_of_vllm_follow_the_set_of_the_engine(
     hooks: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the hooks that vLLM of this version has, while its groups are live."""
-    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
+    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT, sets="engine")
     worlds.init()
     with reloadpg.region("engine"):
         group = dist.new_group([0, 1])

@@ -65,7 +65,7 @@ WAYS = {
     """,
     "coroutine": """
     async def work():
-        async with (reloadpg.offloaded() if INSTALLED else nullcontext()):
+        with (reloadpg.offloaded() if INSTALLED else nullcontext()):
             sys.exit(3)
     asyncio.run(work())
     """,

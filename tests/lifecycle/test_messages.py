@@ -35,7 +35,7 @@ AS_EXCEPTION = {
     "ranks that disagree": "the ranks do not agree",
     "an offloaded group": "the group is offloaded and has no communicator",
     "a release that fails": "failed at",
-    "a misspelt set": "no group of any rank is in the set",
+    "a misspelt set": "declares no such set",
 }
 """Words of each message: in the log or as a warning, and as an exception."""
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.matrix
 
 def groups_of_two_sets(**options):
     """The default group and one more in the trainer's set, and one in the engine's."""
-    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT, **options)
+    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT, sets=["engine", "critic"], **options)
     init()
     with reloadpg.region("engine"):
         engine = dist.new_group()
@@ -53,7 +53,7 @@ def test_each_set_is_offloaded_and_reloaded_separately(rank):
         assert {one.set for one in report.groups} == names
         assert report.sets in ("all", *names)
         assert [works(group, rank) for group in groups] == used
-        assert states() == dict(zip(("trainer", "engine"), found.split(), strict=True))
+        assert [states()[name] for name in ("trainer", "engine")] == found.split()
     assert not reloadpg.reload("trainer").changed
     reloadpg.offload()
     for group, call in zip(groups[1:], ("reload()", 'reload("engine")'), strict=True):
@@ -62,7 +62,7 @@ def test_each_set_is_offloaded_and_reloaded_separately(rank):
     reloadpg.reload()
     status = reloadpg.status()
     cycles = {name: (one.groups, one.cycles) for name, one in status.sets.items()}
-    assert cycles == {"trainer": (2, 2), "engine": (1, 3)}
+    assert cycles == {"trainer": (2, 2), "engine": (1, 3), "critic": (0, 2)}
     assert status.generation == 3
     assert "set engine: live" in str(status)
 
@@ -124,7 +124,7 @@ def test_blocks_of_sets_nest(rank):
 @pytest.mark.ranks(3)
 def test_ranks_without_a_group_of_a_set_take_part(rank):
     """Callbacks are called for their sets; a pending reload leaves the other set usable."""
-    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT)
+    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT, sets="engine")
     init()
     with reloadpg.region("engine"):
         engine = dist.new_group([0, 1])
@@ -153,7 +153,7 @@ def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, moment
     A recovery makes all sets live.
     """
     faulty_gloo.register()
-    reloadpg.install(backends={faulty_gloo.NAME}, timeout=TIMEOUT)
+    reloadpg.install(backends={faulty_gloo.NAME}, timeout=TIMEOUT, sets="engine")
     init(faulty_gloo.NAME)
     with reloadpg.region("engine"):
         engine = dist.new_group()
@@ -220,38 +220,46 @@ def test_an_invalid_name_of_a_set_is_refused(call):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_misspelt_set_is_an_error_on_all_ranks(rank, wait):
-    """It lists the sets, and nothing is changed; neither by the next operations."""
+def test_an_undeclared_set_is_refused(rank):
+    """By each operation, block and region, on the rank that names it; nothing is changed."""
     trainer, _, engine = groups_of_two_sets()
-    for name in ("offload", "reload"):
-        with pytest.raises(InvalidOptionError) as caught:
-            done = getattr(reloadpg, name)("engin", wait=wait)
-            assert wait or done.result()
-        assert f"{name}: no group of any rank is in the set 'engin'" in str(caught.value)
-        assert "did you mean engine?" in str(caught.value)
-        assert "sets here: engine, trainer" in str(caught.value)
-        assert works(engine, rank)
-    with (
-        pytest.raises(InvalidOptionError, match="'engin'"),
-        reloadpg.swapped(out="trainer", into="engin"),
+    blocks = (
+        reloadpg.offloaded("engin"),
+        reloadpg.swapped(out="engin", into="engine"),
+        reloadpg.region("engin"),
+    )
+    for call in (
+        lambda: reloadpg.offload("engin"),
+        lambda: reloadpg.reload("engin", wait=False),
+        *(block.__enter__ for block in blocks),
     ):
-        pass
-    reloadpg.reload()
+        with pytest.raises(InvalidOptionError) as caught:
+            call()
+        assert "('engin'): install(sets=...) declares no such set" in str(caught.value)
+        assert "did you mean engine?" in str(caught.value)
+        assert "Declared: trainer, engine, critic." in str(caught.value)
     for one in (trainer, engine):
         assert works(one, rank)
     reloadpg.offload("engine")
-    assert states() == {"trainer": "live", "engine": "offloaded"}
+    assert states() == {"trainer": "live", "engine": "offloaded", "critic": "live"}
     reloadpg.reload()
     assert works(engine, rank)
 
 
+@pytest.mark.ranks(2)
+def test_ranks_that_declare_other_sets_disagree(rank):
+    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT, sets=["engine", "critic"][: rank + 1])
+    init()
+    with pytest.raises(DisagreementError, match="sets is"):
+        reloadpg.offload()
+
+
 @pytest.mark.ranks(3)
-def test_a_set_that_only_other_ranks_have_is_no_error(rank):
-    """Also where this rank has a set with a similar name, and where no rank has one at all."""
+def test_a_set_without_groups_is_offloaded_and_reloaded(rank):
+    """On a rank, or on all of them."""
     groups_of_two_sets()
-    with reloadpg.region("engines"):
+    with reloadpg.region("critic"):
         pair = dist.new_group([0, 1])
-    assert reloadpg.offload("engines").changed == (rank < 2), pair
-    reloadpg.reload("engines")
-    assert not reloadpg.offload("server").changed
+    assert reloadpg.offload("critic").changed == (rank < 2), pair
+    reloadpg.reload("critic")
+    assert states()["critic"] == "live"

@@ -1,0 +1,63 @@
+"""``region``: a block that puts the groups created in it into a set."""
+
+from __future__ import annotations
+
+from ..errors import InvalidOptionError
+from ..texts import did_you_mean
+from .decorating import Block
+from .registry import registry
+from .sets import TRAINER, check_name, open_regions
+
+
+class region(Block):  # noqa: N801 - used like a function
+    """Put the groups that are created within this block into a set.
+
+    ::
+
+        reloadpg.install(sets=["engine"])
+        with reloadpg.region("engine"):
+            llm = vllm.LLM(model, tensor_parallel_size=2, distributed_executor_backend=...)
+
+    Local, not blocking. All members of a group must create it in the same region. A region applies
+    to the calling thread (or asyncio task) and overrides the rules of ``install(sets=...)``.
+    Regions nest; the innermost one counts. It can be used as a decorator, as :class:`offloaded`
+    can. The default group is always in the set ``"trainer"``. Existing groups stay in their sets.
+
+    Args:
+        name: a set that ``install(sets=...)`` declares, or ``"trainer"``. None makes the groups
+            bypass, without a warning.
+
+    Raises:
+        InvalidOptionError: ``name`` is not the name of a set; or, at the entry, ``install`` does
+            not declare it. Without an installation, nothing is checked.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        if name is not None:
+            check_name(name, f"region({name!r})")
+        self._name = name
+
+    def __enter__(self) -> None:
+        if registry.options is not None and self._name is not None:
+            named = tuple(name for name, _ in registry.options.selection.sets if name)
+            refuse_undeclared([self._name], named, "region")
+        open_regions.set((*open_regions.get(), self._name))
+
+    def __exit__(self, *_: object) -> None:
+        open_regions.set(open_regions.get()[:-1])
+
+
+def refuse_undeclared(names: list[str], declared: tuple[str, ...], call: str) -> None:
+    """Refuse sets that ``install`` does not declare.
+
+    Raises:
+        InvalidOptionError: it lists the declared sets.
+    """
+    known = (TRAINER, *declared)
+    for name in names:
+        if name not in known:
+            raise InvalidOptionError(
+                f"{call}({name!r}): install(sets=...) declares no such set"
+                f"{did_you_mean(name, known)}; nothing was changed. Declared: "
+                f"{', '.join(known)}. Pass sets=[{name!r}] to install(), on all ranks."
+            )
