@@ -55,10 +55,8 @@ from .creation import creator_modules as creator_modules
 from .creation import creators_outside_tables as creators_outside_tables
 from .creation import forget_parent as forget_parent
 from .creation import is_creating as is_creating
-from .creation import non_member as non_member
 from .creation import original as original
 from .creation import owner_of as owner_of
-from .creation import part_of_split as part_of_split
 from .creation import sorts_ranks as sorts_ranks
 from .engine_variables import nccl_is_concerned as nccl_is_concerned
 from .engine_variables import nccl_settings as nccl_settings
@@ -98,7 +96,6 @@ from .stores import rendezvous_keys as rendezvous_keys
 from .stores import root_store as root_store
 from .stores import root_store_of_job as root_store_of_job
 from .stores import shut_store_connections as shut_store_connections
-from .tables import GroupRequest as GroupRequest
 from .tables import Unseen as Unseen
 from .tables import backend_class as backend_class
 from .tables import backend_of as backend_of
@@ -109,7 +106,6 @@ from .tables import device_backends as device_backends
 from .tables import discard_generation as discard_generation
 from .tables import drop_generation as drop_generation
 from .tables import entry_of as entry_of
-from .tables import has_backends as has_backends
 from .tables import has_peers as has_peers
 from .tables import is_known as is_known
 from .tables import is_non_member as is_non_member
@@ -127,19 +123,3 @@ from .timeouts import get_timeouts as get_timeouts
 from .timeouts import set_timeout as set_timeout
 from .timeouts import set_timeouts as set_timeouts
 from .timeouts import timeout_of as timeout_of
-from .training import copy_tensors as copy_tensors
-from .training import held_gradients as held_gradients
-from .training import leaves_of as leaves_of
-from .training import module_parameters as module_parameters
-from .training import refuse_unfinished as refuse_unfinished
-from .training import registered_buffers as registered_buffers
-from .training import registered_parameters as registered_parameters
-from .training import remake_step as remake_step
-from .training import replicas_of as replicas_of
-from .training import reset_pipeline as reset_pipeline
-from .training import reset_step as reset_step
-from .training import scaler_stages as scaler_stages
-from .training import set_scaler_stages as set_scaler_stages
-from .training import stages_of as stages_of
-from .training import step_flags as step_flags
-from .training import training_obstacle as training_obstacle

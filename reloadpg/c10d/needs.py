@@ -74,8 +74,6 @@ def _rows(
 _C10D = "torch.distributed.distributed_c10d"
 _C = "torch._C._distributed_c10d"
 _GROUP = f"{_C}:ProcessGroup"
-_FSDP = "torch.distributed.fsdp._fully_shard."
-_PIPELINING = "torch.distributed.pipelining."
 
 NEEDS: tuple[Need, ...] = (
     # -- creation of groups, and its replay
@@ -113,10 +111,7 @@ NEEDS: tuple[Need, ...] = (
     ),
     *_rows(
         _C10D,
-        """
-        _find_pg_by_ranks_and_tag(tag ranks)
-        _get_default_timeout(backend)
-        """,
+        "_get_default_timeout(backend)",
         "groups are created with torch's defaults",
     ),
     *_rows(
@@ -254,163 +249,6 @@ NEEDS: tuple[Need, ...] = (
         "_c10d_logger",
         "errors of collectives carry a note on memory",
         "slime",
-    ),
-    # -- state: retrying(state=...) restores the state from before a step
-    *_rows("torch", "_foreach_copy_", "states are copied", "state"),
-    *_rows(
-        "torch.nn.modules.module:Module",
-        "_parameters _buffers",
-        "parameters and buffers are restored",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state",
-        "_get_module_fsdp_state FSDPState",
-        "states of FSDP2 are found",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state:FSDPState",
-        "_state_ctx _comm_ctx _training_state _modules_to_run_forward _modules _is_root "
-        "_fsdp_param_group",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state:FSDPState",
-        "_fsdp_param_groups",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 13),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state:FSDPStateContext",
-        "all_states iter_forward_root post_backward_final_callback_queued is_last_backward",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state:FSDPStateContext",
-        "manual_backward_finalization manual_backward_finalization_active "
-        "gradient_reduction_pending",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 15),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPCommContext",
-        "all_gather_state post_forward_order",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPCommContext",
-        "reduce_scatter_state",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        until=(2, 8),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPCommContext",
-        "reduce_scatter_states _last_post_reduce_events",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 13),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPCommContext",
-        "active_gradient_reduction",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 15),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPParamGroup",
-        "_training_state _all_gather_result _post_reduce_event _all_reduce_state "
-        "_reshard_after_forward_event _partial_reduce_output _post_forward_indices fsdp_params "
-        "_sharded_state reduce_grads all_reduce_grads reshard_after_backward",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPParamGroup",
-        "_post_backward_pending _partial_reduce_output_layout _set_unsharded_grad_dtypes",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 15),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param:FSDPParam",
-        "sharded_state to_sharded grad_offload_event unsharded_accumulated_grad _unsharded_param "
-        "_module_info sharded_param",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param:ParamModuleInfo",
-        "module param_name shared_modules shared_param_names",
-        "parameters of FSDP2 are found by name",
-        "state",
-    ),
-    *_rows(
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "modules of FSDP1 are refused",
-        "state",
-    ),
-    *_rows(
-        "torch.nn.parallel.distributed:DistributedDataParallel",
-        "reducer static_graph process_group _has_rebuilt_buckets require_backward_grad_sync "
-        "require_forward_param_sync",
-        "an unfinished step of DDP is reset",
-        "state",
-    ),
-    *_rows(
-        "torch.nn.parallel.distributed:DistributedDataParallel",
-        """
-        _build_params_for_reducer(self)
-        _build_debug_param_to_name_mapping(self parameters)
-        _ddp_init_helper(self parameters expect_sparse_gradient param_to_name_mapping static_graph)
-        """,
-        "the reducer of DDP is recreated in a job with a new process",
-        "state",
-    ),
-    *_rows(
-        f"{_C}:Reducer",
-        "_reset_state _remove_autograd_hooks _set_static_graph",
-        "the reducer of DDP is reset or recreated",
-        "state",
-    ),
-    *_rows(
-        f"{_PIPELINING}stage:_PipelineStageBase",
-        "clear_runtime_states args_recv_info grad_recv_info",
-        "microbatches of an unfinished step are dropped",
-        "state",
-    ),
-    *_rows(
-        f"{_PIPELINING}stage:_PipelineStageBase",
-        "_gradient_reduction_handle",
-        "microbatches of an unfinished step are dropped",
-        "state",
-        (2, 15),
-    ),
-    *_rows(
-        f"{_PIPELINING}schedules:PipelineScheduleSingle",
-        "_stage _internal_losses",
-        "the stages of a pipeline are found",
-        "state",
-    ),
-    *_rows(
-        f"{_PIPELINING}schedules:PipelineScheduleMulti",
-        "_stages _internal_losses",
-        "the stages of a pipeline are found",
-        "state",
-    ),
-    *_rows(
-        "torch.amp.grad_scaler:GradScaler",
-        "_per_optimizer_states",
-        "the stages of a GradScaler are restored",
-        "state",
     ),
     # -- explain, and the operators of the stand-in for CUDA
     *_rows(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -62,18 +62,6 @@ class Options:
 
 class JobHooks:
     """What the creation of groups needs of the job; :mod:`reloadpg.lifecycle.job` overrides it."""
-
-    @property
-    def replaces(self) -> bool:
-        """Whether this process replaces another one and has not rejoined its job. Local, cheap."""
-        return False
-
-    def before_world(self) -> Callable[[c10d.GroupRequest], bool] | None:
-        """Called before a default group is created; returns whether to create it without backends.
-
-        None if no process can be replaced.
-        """
-        return None
 
     def after_world(self, *, begins: bool) -> None:
         """Called when the default group is reloadable.

@@ -34,7 +34,6 @@ class Record:
         self.warnings: list[str] = []
         self.holders: list[HolderReport] = []
         self.faults: tuple[RankFault, ...] = ()
-        self.replaced: tuple[int, ...] = ()
         self._started = time.perf_counter()
         self._spans: list[Span] = []
         self._memory: dict[str, dict[str, int]] = {}
@@ -113,7 +112,6 @@ class Record:
             tuple(unfinished),
             self._moments,
             self.faults,
-            self.replaced,
             str(self.chosen),
             held,
             tuple(self.holders),

@@ -255,8 +255,7 @@ def rebuild(
         told = []
         holders.restore(op, "done")
     op.call([*told, *callbacks.reload])
-    retries = op.options.recoverable or (job.loops is not None and job.loops.open)
-    if connect == "none" and retries and (text := late_connections(back)):
+    if connect == "none" and op.options.recoverable and (text := late_connections(back)):
         op.record.warnings.append(f"{text} Pass connect='eager'.")
     op.barrier("done")
     op.complete("" if op.record.groups else "no reloadable group here")

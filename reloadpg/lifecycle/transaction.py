@@ -10,7 +10,7 @@ from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan, Proposal
 from ..texts import did_you_mean
 from . import holders
-from .job import Job, Position
+from .job import Job
 from .strategy import Strategy
 
 
@@ -30,8 +30,6 @@ class Transaction:
         generations: generation of each group at the start.
         generation: the job's generation after the commit.
         strategy: the choice for each group.
-        replaced: of a recovery, the ranks that were replaced since the last completed step.
-        position: of a recovery, the furthest position of any rank in the loops of ``retrying``.
         whole: whether all groups of the chosen sets are rebuilt, whatever their state.
     """
 
@@ -72,8 +70,6 @@ class Transaction:
         self.generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (name == "reload" and self.was_offloaded)
         self.strategy = Strategy(options.strategy, job, options.borrowed)
-        self.replaced = job.replaced
-        self.position = Position()
         self.whole = name == "recover"
 
     def _is_to_try_again(self) -> bool:
@@ -151,9 +147,6 @@ class Transaction:
                 job.left_out = {**others, **dict.fromkeys(self._skip, self._chosen)}
         if self._name == "recover":
             job.left_out = self._left_out
-            job.replaced = self.replaced
-            if job.rendezvous.replaces:  # this process continues where the others are
-                job.position = max(job.position, self.position)
             job.rendezvous.complete_recovery()
 
     def mark_offloaded(self) -> None:

@@ -205,7 +205,6 @@ def test_the_rehearsal_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("capability", "ask"),
     [
-        ("state", lambda: c10d.training_obstacle(torch.nn.Linear(1, 1))),
         ("suspend", lambda: c10d.suspend_obstacle(object())),  # type: ignore[arg-type]
         ("tests", lambda: c10d.registered([])),
         ("slime", lambda: c10d.on_collective_error(print)),
@@ -236,11 +235,11 @@ def test_doctor_names_what_is_missing() -> None:
 
     def case() -> str:
         broken_torch.remove(next(need for need in CORE if need.name == "_get_split_source"))
-        broken_torch.remove(next(need for need in EXPECTED if need.name == "_reset_state"))
+        broken_torch.remove(next(need for need in EXPECTED if need.name == "_c10d_logger"))
         lines = str(diagnose()).splitlines()
         return "\n".join(line for line in lines if "torch names" in line)
 
     problem, warning = forked(case).splitlines()
     assert problem.startswith("[problem] torch names: core is not available: torch.distributed.")
     assert "_get_split_source (only the members of a group take part" in problem
-    assert warning.startswith("[warning] torch names: state is not available: ")
+    assert warning.startswith("[warning] torch names: slime is not available: ")
