@@ -33,7 +33,6 @@ from .backends import connects_without_timeout as connects_without_timeout
 from .backends import device_types as device_types
 from .backends import gloo_options as gloo_options
 from .backends import group_of_backends as group_of_backends
-from .backends import is_communication_error as is_communication_error
 from .backends import is_connected as is_connected
 from .backends import live_backends as live_backends
 from .backends import memory_stats as memory_stats

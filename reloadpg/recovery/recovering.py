@@ -35,7 +35,7 @@ from ..lifecycle.callbacks import callbacks
 from ..lifecycle.job import Job, jobs
 from ..lifecycle.operation import PHASES, Operation
 from ..lifecycle.recreate import abort, leave_out, rebuild
-from ..lifecycle.run import await_unfinished, perform
+from ..lifecycle.run import await_unfinished, insist, perform
 from ..rendezvous.worker_thread import Task, Wait
 from ..reports import RankFault, Report
 from ..settings import as_timedelta
@@ -102,7 +102,7 @@ def recover(
         DisagreementError: the ranks have different groups, for example after a fault during their
             creation; every group stays failed.
         RendezvousTimeoutError: ranks are missing; it names them.
-        PeerFailedError: another rank failed in the recovery. It names the rank.
+        PeerFailedError: another rank failed or was interrupted in the recovery. It names the rank.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         ReloadpgError: the store is lost, and with it the job.
         InvalidOptionError: ``timeout`` is not positive; nothing was changed.
@@ -184,7 +184,12 @@ def _recover(
 
 def _join(op: Operation, job: Job, reason: str, report: str, seconds: float) -> None:
     """Request a recovery or join the requested one, and open its barriers; with a timeout."""
-    op.open(job.rendezvous.recover(PHASES["recover"], reason, report, seconds))
+    try:
+        op.open(job.rendezvous.recover(PHASES["recover"], reason, report, seconds))
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            insist(partial(job.rendezvous.cancel_recovery, error))
+        raise
 
 
 # -- the report of this rank --------------------------------------------------------------------
