@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.fault_job import Injected
 from helpers.nccl_job import (
     ABORT_LEAVES,
     CAN_SUSPEND,
@@ -202,13 +203,13 @@ def go_wrong(rank: int, group: Any, fault: Any) -> None:
         waited = threading.Event()
         for _ in range(int(HANG_S * 10)):
             if reloadpg.recovery.recovery_requested():
-                return
+                raise Injected("rank 0 has requested a recovery")
             waited.wait(0.1)
         raise AssertionError("rank 0 did not detect that rank 1 is late")
-    if rank == 0:
-        dist.distributed_c10d._set_pg_timeout(SHORT, group)
-        if fault != "late":
-            standins.inject(Fault(fault, "collective", rank=0, times=1))
+    # A wait for the device lasts until this timeout, also if the peer has aborted.
+    dist.distributed_c10d._set_pg_timeout(SHORT, group)
+    if rank == 0 and fault != "late":
+        standins.inject(Fault(fault, "collective", rank=0, times=1))
 
 
 @pytest.mark.parametrize("fault", ["late", "async", "fail"])
@@ -225,8 +226,7 @@ def test_a_step_is_repeated_whose_collective_was_aborted(
     summed(None, rank)
 
     def step(number: int, attempt: int) -> float:
-        if rank == 0:
-            dist.distributed_c10d._set_pg_timeout(LIMIT, group)
+        dist.distributed_c10d._set_pg_timeout(LIMIT, group)
         if (number, attempt) == (2, 1):
             go_wrong(rank, group, fault)
         tensor = torch.tensor([float(number + rank)]).cuda()
