@@ -88,7 +88,6 @@ from .saves import SAVER as SAVER
 from .saves import SAVERS as SAVERS
 from .saves import recording_save as recording_save
 from .saves import saves_on as saves_on
-from .solitary import solitary_backend as solitary_backend
 from .stores import clone_store as clone_store
 from .stores import is_store_host as is_store_host
 from .stores import rendezvous_keys as rendezvous_keys

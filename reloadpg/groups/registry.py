@@ -98,8 +98,6 @@ class Registry:
         self.lock = threading.RLock()
         """Never held across a callback or a collective step."""
         self.warned: set[str] = set()
-        self.rehearsed = False
-        """Whether :func:`~reloadpg.lifecycle.rehearsal.rehearse` has succeeded in this process."""
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Selected groups that cannot be managed, with the reason."""
         self.without_set: WeakSet[ProcessGroup] = WeakSet()
