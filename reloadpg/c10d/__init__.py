@@ -62,9 +62,6 @@ from .engine_variables import nccl_settings as nccl_settings
 from .engine_variables import recovery_settings as recovery_settings
 from .engine_variables import release_cautions as release_cautions
 from .engine_variables import torchcomms_obstacle as torchcomms_obstacle
-from .gloo_sockets import await_peers as await_peers
-from .gloo_sockets import drop_inherited_connections as drop_inherited_connections
-from .gloo_sockets import shut_connections as shut_connections
 from .inspection import SYMMETRIC_MEMORY as SYMMETRIC_MEMORY
 from .inspection import is_coalescing as is_coalescing
 from .inspection import on_collective_error as on_collective_error

@@ -113,8 +113,6 @@ class Registry:
         them: a collective or the end of a group would wait indefinitely. So every operation is
         refused until the child starts its own job.
         """
-        if c10d.known_groups():
-            c10d.drop_inherited_connections()
         self._disowned += [group.disown() for group in _managed_groups()]
         # Gloo's destructor of torch 2.8 hangs in the end of the interpreter, or ends it by SIGABRT.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._disowned))

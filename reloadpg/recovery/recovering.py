@@ -13,7 +13,6 @@ import inspect
 import json
 import logging
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,7 +35,7 @@ from ..lifecycle.job import Job, jobs
 from ..lifecycle.operation import PHASES, Operation
 from ..lifecycle.recreate import abort, leave_out, rebuild
 from ..lifecycle.run import await_unfinished, insist, perform
-from ..rendezvous.worker_thread import Task, Wait
+from ..rendezvous.worker_thread import Wait
 from ..reports import RankFault, Report
 from ..settings import as_timedelta
 
@@ -47,14 +46,6 @@ _MOST = 32
 
 _LEAST_S = 1.0
 """Minimum timeout, in seconds, of a recovery that another rank has requested again."""
-
-_SHUT_S = 5.0
-"""Longest time, in seconds, that a recovery waits for gloo's connections to be shut."""
-
-_PEERS_S = 30.0
-"""Seconds in which the peers of a shut connection can still write to it. A peer that writes later,
-because its machine is overloaded, waits for its own timeout.
-"""
 
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -278,28 +269,8 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
         job.creation_stores = job.creation_stores.replaced()
     for group in op.changes.groups:
         c10d.close_coalescing(group.proxy)
-    _shut_connections(op, job)
     abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object
-
-
-def _shut_connections(op: Operation, job: Job) -> None:
-    """Make the pending collectives of gloo groups fail, here and on their peers. Local."""
-    parts = [g.communicator if g.is_live else g.kept for g in op.changes.groups]
-    inner = [part for part in parts if part is not None]
-    unseen = len(op.changes.groups) - len(inner) + len(job.unfinished)  # those being created, too
-    given, shut = [inner], threading.Event()
-    del inner, parts  # the thread that aborts a group must hold its last reference
-
-    def run() -> None:
-        try:
-            connections = c10d.shut_connections(given.pop(), max(0, unseen))
-        finally:
-            shut.set()
-        c10d.await_peers(connections, _PEERS_S)
-
-    Task(run, "shut")
-    shut.wait(_SHUT_S)
 
 
 def _agree(op: Operation, job: Job) -> None:
