@@ -93,8 +93,7 @@ def nccl(session: nox.Session) -> None:
         selected = ("-m", "standins", "-n", "2", "--reloadpg-standins")
         # The programs of one file go to all workers.
         programs = {"FAULT_PROGRAMS": "50", "NCCL_CYCLES": "50", **os.environ}
-        slow = "tests/lifecycle/test_training_through_faults.py"
-        paths = ("tests/testing", "tests/nccl", "tests/gpu/test_rehearsal.py", slow)
+        paths = ("tests/testing", "tests/nccl", "tests/gpu/test_rehearsal.py")
         session.run("python", "-m", "pytest", *selected, "--dist", "load", *paths, env=programs)
         names = ("op_table", "identity", "replay", "while_offloaded")
         chosen = [f"tests/groups/test_{name}.py" for name in names]

@@ -1,7 +1,7 @@
-"""Measure the time from a fault to the next good step: ``retrying`` against a restart by torchrun.
+"""Measure the time from a fault to the next good step: ``recover`` against a restart by torchrun.
 
-One script trains a small model on four gloo ranks, under torchrun, in two ways. With ``retrying``
-the ranks recover in place, and repeat the step from a snapshot in memory. With ``restart`` the
+One script trains a small model on four gloo ranks, under torchrun, in two ways. With ``recover``
+the ranks recover in place, and repeat the step from a copy in memory. With ``restart`` the
 fault ends a rank, torchrun's agent ends the others and starts all of them again
 (``--max-restarts``), and the step is repeated from a checkpoint on the local disk. The fault is an
 error of communication on one rank, while the others are in a collective with it. The time is from
@@ -9,18 +9,13 @@ that error to the moment at which the last rank has completed the step. Both way
 same weights. Schedulers, device contexts, compile caches and checkpoints on a shared file system,
 which a restart of a real job waits for, are not in it.
 
-``--reloads`` measures only ``retrying``, with an offload and a reload in each step, on the same
-groups without the model. The fault is between the reload and the first collective of a rebuilt
-group, in which the other ranks are. With a torch that is built for CUDA the groups are NCCL's, over
-stand-ins for CUDA and NCCL, in a default group that is bound to no device;
-``TORCH_DIST_USE_NCCL2`` chooses the NCCL engine: 0 or 1, on torch 2.14 and later.
-
-Usage: python benchmarks/recovery.py [--check] [--json PATH] [--quick] [--faults N] [--reloads]
+Usage: python benchmarks/recovery.py [--check] [--json PATH] [--quick] [--faults N]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import signal
 import statistics
@@ -41,9 +36,9 @@ RANKS = 4
 WIDTH = 256
 FAULTY = 1
 LIMIT = 0.25
-"""Of the time with a restart, with ``retrying``."""
+"""Of the time with a restart, with ``recover``."""
 TIME_LIMIT_S = 400
-WAYS = ("retrying", "restart")
+WAYS = ("recover", "restart")
 PAIRS = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2]]
 
 
@@ -99,18 +94,28 @@ class Training:
         (self.folder / f"result.{self.rank}").write_text(repr(total))
 
 
-def retry_steps(folder: Path, steps: int, faults: Sequence[int]) -> None:
-    """The loop with the library: recover in place, and repeat the step."""
+def recover_steps(folder: Path, steps: int, faults: Sequence[int]) -> None:
+    """The loop with the library: recover in place, and repeat the step (docs/recovery.md)."""
     import reloadpg
 
     reloadpg.install(backends={"gloo"})
     training = Training(folder, faults)
-    state = training.model, training.optimizer
-    for step in reloadpg.recovery.retrying(range(steps), state=state):
-        with step as number:
+    saved: dict[int, Any] = {}
+    number = 0
+    while number < steps:
+        state = copy.deepcopy(training.state())
+        saved = {number - 1: saved.get(number - 1), number: state}
+        try:
             training.step(number)
-        if step.complete:
+        except RuntimeError:
+            reloadpg.recovery.recover()
+            begin = torch.tensor(number)
+            dist.all_reduce(begin, op=dist.ReduceOp.MIN)
+            number = int(begin)
+            training.load(saved[number])
+        else:
             training.completed(number)
+            number += 1
     training.write_result()
 
 
@@ -133,47 +138,6 @@ def step_from_checkpoint(folder: Path, steps: int, faults: Sequence[int]) -> Non
         training.step(number)
         training.completed(number)
     training.write_result()
-
-
-def retry_reloads(rank: int, size: int, steps: int, faults: Sequence[int]) -> list[Any]:
-    """A loop with a reload in each step; the times of each fault, and of each completed step."""
-    import reloadpg
-
-    backend = "gloo" if torch.version.cuda is None else "nccl"
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-        torch.set_default_device("cuda")
-    reloadpg.install(backends={backend}, recoverable=True)
-    dist.init_process_group(backend)
-    made = [dist.new_group(ranks) for ranks in (*PAIRS, *PAIRS)]
-    groups = [None, *(g for g in made if g is not dist.GroupMember.NON_GROUP_MEMBER)]
-
-    right = [size, *[2] * (len(groups) - 1)]
-
-    def use() -> list[int]:
-        totals = [torch.ones(WIDTH) for _ in groups]
-        for total, group in zip(totals, groups, strict=True):
-            dist.all_reduce(total, group=group)
-        return [int(total[0].item()) for total in totals]
-
-    assert use() == right
-    begun: list[float] = []
-    failed: dict[int, float] = {}
-    completed: list[float] = []
-    for step in reloadpg.recovery.retrying(range(steps)):
-        with step as number:
-            begun += [time.monotonic()] if step.attempt == 1 else []
-            reloadpg.offload()
-            reloadpg.reload()
-            if rank == FAULTY and number in faults and step.attempt == 1:
-                failed[number] = time.monotonic()  # the clock of the whole machine
-                raise dist.DistNetworkError("a link is down")
-            sums = use()
-        if step.complete:
-            assert sums == right
-            completed.append(time.monotonic())
-    dist.destroy_process_group()
-    return [begun, failed, completed]
 
 
 # -- the measurement ------------------------------------------------------------------------------
@@ -228,24 +192,6 @@ def measured(way: str, faults: Sequence[int]) -> tuple[list[float], list[str]]:
         return seconds, [read(f"result.{rank}") for rank in range(RANKS)]
 
 
-def measure_reloads(steps: int, faults: Sequence[int]) -> dict[str, list[float]]:
-    """Seconds from each fault to the next good step on all ranks, and of a step without a fault."""
-    from reloadpg.testing import run_ranks
-
-    standins = torch.version.cuda is not None
-    seen = run_ranks(
-        retry_reloads, RANKS, args=(steps, faults), standins=standins, timeout=TIME_LIMIT_S
-    )
-    ends = [max(times) for times in zip(*(completed for _, _, completed in seen), strict=True)]
-    begins = [min(times) for times in zip(*(begun for begun, _, _ in seen), strict=True)]
-    failed = seen[FAULTY][1]
-    without = [number for number in range(steps) if number not in failed]
-    return {
-        "from a fault to the next good step": [ends[n] - failed[n] for n in failed],
-        "a step without a fault": [ends[n] - begins[n] for n in without],
-    }
-
-
 def steps_of(faults: int) -> tuple[int, list[int]]:
     """How many steps there are, and which of them fail once."""
     return 2 * faults + 2, [2 * index + 1 for index in range(faults)]
@@ -255,30 +201,23 @@ def main() -> int:
     """Run it and print the table."""
     parser = command_line(__doc__)
     parser.add_argument("--faults", type=int, default=5, help="in each way")
-    parser.add_argument("--reloads", action="store_true", help="with a reload in each step")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     steps, faults = steps_of(1 if options.quick else options.faults)
     if options.way:
         torch.set_num_threads(1)
-        loop = {"retrying": retry_steps, "restart": step_from_checkpoint}[options.way]
+        loop = {"recover": recover_steps, "restart": step_from_checkpoint}[options.way]
         loop(options.folder, steps, faults)
         return 0
     from reloadpg.texts import table
 
-    if options.reloads:
-        found = measure_reloads(steps, faults)
-        rows = [(name, statistics.median(times), max(times)) for name, times in found.items()]
-        print(table((f"faults: {len(faults)}", "s, median", "s, longest"), rows))
-        write_json(options.json, {"machine": machine(), "seconds": found})
-        return 0
     seconds, results = {}, {}
     for way in WAYS:
         seconds[way], results[way] = measured(way, faults)
     medians = {way: statistics.median(found) for way, found in seconds.items()}
-    ratio = medians["retrying"] / medians["restart"]
-    equal = results["retrying"] == results["restart"]
+    ratio = medians["recover"] / medians["restart"]
+    equal = results["recover"] == results["restart"]
     rows = [
         (way, medians[way], max(seconds[way]), medians[way] / medians["restart"]) for way in WAYS
     ]

@@ -81,7 +81,7 @@ _MOVED = {
     """,
     "extend": "GroupState Installation",
     "integrations.slime": "destroy_process_groups reload_process_groups",
-    "recovery": "recover recovery_requested rejoin retrying",
+    "recovery": "recover recovery_requested",
     "reports": "BypassedGroup GroupReport GroupStatus OperationStatus RankFault Reports SetStatus",
 }
 _MOVED_TO = {name: home for home, names in _MOVED.items() for name in names.split()}

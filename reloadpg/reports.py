@@ -80,15 +80,12 @@ class RankFault:
             recovery.
         where: the collective and the line of the program that raised it, if known.
         late: groups in which it had started fewer collectives than another member.
-        repeats: whether the step may be repeated; False for an error that ``retrying`` does not
-            repeat.
     """
 
     rank: int
     reason: str = ""
     where: str = ""
     late: tuple[str, ...] = ()
-    repeats: bool = True
 
     def __str__(self) -> str:
         parts = [self.where, self.reason.partition("\n")[0]]
@@ -153,8 +150,6 @@ class Report:
         moments_ms: the time of each moment of ``memory``, in milliseconds since the start.
         faults: of ``recover``, the faults that ranks reported, ranks that were late in a group
             first; equal on all ranks, at most 32. Ranks without a fault are omitted.
-        replaced: of ``recover``, the ranks that took part with a new process (``rejoin``); equal on
-            all ranks.
         sets: the sets that it was called for: ``all``, their names separated by commas, or ``all
             but`` and names.
         borrowed: what other code holds of the groups of this operation; see :class:`Borrowed`.
@@ -176,7 +171,6 @@ class Report:
     unfinished: tuple[str, ...] = ()
     moments_ms: Mapping[str, float] = field(default_factory=dict)
     faults: tuple[RankFault, ...] = ()
-    replaced: tuple[int, ...] = ()
     sets: str = "all"
     borrowed: tuple[Borrowed, ...] = ()
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg import environment, recovery
+from reloadpg import environment
 from reloadpg.environment import set_seed
 from reloadpg.integrations.transformers import OffloadedPhase
 from reloadpg.settings import as_timedelta
@@ -63,17 +63,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[Any, ...], tuple[Any, ...]
         INTEGERS,
         NO_INTEGERS,
     ),
-    "retrying(attempts)": (
-        lambda v: recovery.retrying([], attempts=v),
-        INTEGERS,
-        NO_INTEGERS,
-    ),
-    "retrying(timeout)": (lambda v: recovery.retrying([], timeout=v), TIMES, NO_TIMES),
-    "retrying(replicas)": (
-        lambda v: recovery.retrying([], state=[], replicas=v),
-        ([np.int64(0)], np.arange(1), torch.arange(1), range(1)),
-        (["0"], [True], [0.0], 0, [-1]),
-    ),
     "set_seed": (lambda v: set_seed(v), INTEGERS, NO_INTEGERS),
     "process_group_scope": (scope, TIMES, NO_TIMES),
     "barrier": (lambda v: environment.barrier(v, "x"), TIMES, NO_TIMES),
@@ -101,7 +90,7 @@ def nothing(*_: object) -> None: ...
 @pytest.fixture(autouse=True)
 def installed(request: pytest.FixtureRequest) -> Any:
     reads = str(request.node.name)
-    if "offload(" in reads or "reload(" in reads or "retrying" in reads:
+    if "offload(" in reads or "reload(" in reads:
         reloadpg.install(backends={"gloo"})
     yield
     reloadpg.uninstall()

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as _cpp
-from torch.distributed import DistBackendError, DistError, ProcessGroup, Store, Work
+from torch.distributed import DistBackendError, ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d as _c10d
 from torch.futures import Future
 
@@ -22,9 +22,6 @@ from .tables import close_coalescing, device_backends, known_groups, label_of, w
 GLOO = getattr(_c10d, "ProcessGroupGloo", None)
 _NCCL = getattr(_c10d, "ProcessGroupNCCL", ())
 _MONITORS_START_S = 1.0
-
-
-_GLOO_SAYS = ("/gloo/", "Application timeout caused pair closure", "Connection closed by peer")
 
 CppBackend = _cpp.Backend
 """The class of backend objects; ``torch.distributed.Backend`` is that of their names."""
@@ -207,21 +204,6 @@ def connects_without_timeout(backend: CppBackend) -> bool:
     if engine == "ProcessGroupNCCL":
         return not is_connected(backend)
     return engine == "ProcessGroupNCCL2" and sequence_number(backend) == 0
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Whether an error comes from a failed collective rather than from the program.
-
-    Torch has error classes for this, but gloo and ``ProcessGroupNCCL2`` raise RuntimeError.
-    """
-    if isinstance(error, DistError):
-        return True
-    text = str(error)
-    # NCCL2 raises the second one if another thread has just aborted the communicator.
-    return type(error) is RuntimeError and (
-        text.startswith(("NCCL ", "failed to get async error"))
-        or any(part in text for part in _GLOO_SAYS)
-    )
 
 
 def aborted_groups() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,11 +14,10 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, Store, device_mesh
+from torch.distributed import ProcessGroup, Store, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
 from .backends import live_backends
-from .tables import GroupRequest, create_without_backends, ranks_of, store_of
 
 COMPILERS_NEW_GROUP = "_new_group_with_tag"
 """The function with which torch's compiler creates its groups."""
@@ -88,17 +86,11 @@ class CreationByMembers:
             all ranks.
         store: the store beneath the name's prefix; None for that of the default group.
         device: the device that groups are bound to, if ``name`` is given.
-        without_backends: called for each group; returns whether to create it without a backend,
-            which does not wait for other ranks. None for never.
-        waits: whether creating functions may wait for other ranks (``TORCH_DIST_INIT_BARRIER=1``)
-            if ``name`` is None; False once a group was created without backends.
     """
 
     name: str | None = None
     store: Store | None = None
     device: torch.device | None = None
-    without_backends: Callable[[GroupRequest], bool] | None = None
-    waits: bool = True
 
     def __enter__(self) -> CreationByMembers:
         _hooks.enter(self)
@@ -169,7 +161,7 @@ class _Hooks:
 
     def _is_barrier_after_init(self) -> Any:
         creation = self.creation
-        if creation is not None and (creation.name is not None or not creation.waits):
+        if creation is not None and creation.name is not None:
             return 0
         return self._originals["_is_barrier_after_init"]()
 
@@ -180,80 +172,8 @@ class _Hooks:
         if creation is not None and creation.name is not None:
             store = creation.store or store
             kwargs["device_id"] = creation.device
-        if creation is not None and creation.without_backends is not None:
-            if not ranks:
-                store = _of_this_start(store)
-            group = _without_backends(creation, size, rank, ranks, backend, store, *args, **kwargs)
-            if group is not None:
-                return group
         helper = self._originals["_new_process_group_helper"]
         return helper(size, rank, ranks, backend, store, *args, **kwargs)
-
-
-def _of_this_start(store: Store) -> Store:
-    """The store of a default group, with a prefix for this start of the job.
-
-    Torchrun restarts all processes of a job on the same store, in which the ranks would read the
-    addresses of processes that have ended (seen with gloo on 2.13).
-    """
-    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return store if number in ("", "0") else PrefixStore(f"start{number}", store)
-
-
-def _without_backends(
-    creation: CreationByMembers,
-    size: Any,
-    rank: Any,
-    ranks: Any,
-    backend: Any,
-    store: Any,
-    name: Any,
-    backend_options: Any = None,
-    timeout: Any = None,
-    pg_tag: Any = None,
-    device_id: Any = None,
-    group_desc: Any = None,
-    **_: Any,
-) -> tuple[ProcessGroup, Store] | None:
-    """Create a group as torch's helper does, but without backends, if the block requests it."""
-    if rank is None or rank < 0:  # not a member, or MPI, which determines the rank itself
-        return None
-    config = _c10d.BackendConfig(_c10d.Backend(backend))
-    desc = "undefined" if group_desc is None else str(group_desc)
-    devices = {device: str(kind) for device, kind in config.get_device_backend_map().items()}
-    request = GroupRequest(store, str(name), desc, rank, size, devices, not ranks)
-    if not cast(Any, creation.without_backends)(request):
-        return None
-    creation.waits = False
-    if pg_tag:
-        existing = _c10d._find_pg_by_ranks_and_tag(pg_tag, ranks)
-        if existing:
-            return existing, store_of(existing)
-    if name in _c10d._world.pg_names.values():
-        raise ValueError(f"The group name {name!r} has already been created")
-    return create_without_backends(request, str(backend), str(config), device_id, pg_tag)
-
-
-def part_of_split(
-    parent: ProcessGroup, split_ranks: Sequence[Sequence[int]]
-) -> tuple[str, list[int] | None]:
-    """Return the name of this rank's part of a split, as in ``split_group``, and its global ranks.
-
-    The ranks are None if this rank is in no part. Call it once for each split: torch counts the
-    calls in the names of later groups.
-    """
-    # Torch before 2.15 sorts the ranks of the parts.
-    sorts = "sorted" in inspect.unwrap(original("split_group")).__code__.co_names
-    parts = [sorted(part) if sorts else list(part) for part in split_ranks]
-    mine = next((part for part in parts if parent.rank() in part), None)
-    name = str(_c10d._process_group_name(mine or parts[0], use_hashed_name=True))
-    members = ranks_of(parent)
-    return name, None if mine is None else [members[rank] for rank in mine]
-
-
-def non_member() -> Any:
-    """The value that a creating function returns on a rank that is not a member."""
-    return _c10d.GroupMember.NON_GROUP_MEMBER
 
 
 _hooks = _Hooks()

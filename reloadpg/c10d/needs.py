@@ -52,7 +52,7 @@ class Need(NamedTuple):
         return (self.since or version) <= version <= (self.until or version)
 
 
-def _rows(
+def _names(
     owner: str,
     names: str,
     why: str,
@@ -60,391 +60,193 @@ def _rows(
     since: Version | None = None,
     until: Version | None = None,
 ) -> list[Need]:
-    """Rows of one owner; ``name(a b, c)`` has parameters by position, and after a comma by name."""
-    rows = []
-    for text in names.replace(")", "").split("\n") if "(" in names else names.split():
-        name, _, given = text.strip().partition("(")
-        if name:
-            positional, _, keywords = given.partition(",")
-            signature = (tuple(positional.split()), tuple(keywords.split()))
-            rows.append(Need(owner, name, why, capability, since, until, *signature))
-    return rows
+    """Rows for names of one owner, separated by spaces."""
+    return [Need(owner, name, why, capability, since, until) for name in names.split()]
+
+
+def _function(
+    name: str,
+    why: str,
+    *parameters: str,
+    keywords: tuple[str, ...] = (),
+    since: Version | None = None,
+    until: Version | None = None,
+) -> Need:
+    """The row of a function of ``distributed_c10d`` with the parameters that are passed."""
+    return Need(_C10D, name, why, "core", since, until, parameters, keywords)
 
 
 _C10D = "torch.distributed.distributed_c10d"
 _C = "torch._C._distributed_c10d"
 _GROUP = f"{_C}:ProcessGroup"
-_FSDP = "torch.distributed.fsdp._fully_shard."
-_PIPELINING = "torch.distributed.pipelining."
+
+_PATCHED = "the functions that create groups are patched, and replayed with their arguments"
+_DEFAULTS = "groups are created with torch's defaults"
+_BATCHES = "a batch of sends and receives on a reloadable group is coalesced"
 
 NEEDS: tuple[Need, ...] = (
     # -- creation of groups, and its replay
-    *_rows(
-        _C10D,
-        """
-        new_group(ranks, timeout backend pg_options use_local_synchronization group_desc
-        _new_group_with_tag(ranks
-        split_group(parent_pg split_ranks
-        init_process_group(backend
-        """,
-        "the functions that create groups are patched, and replayed with their arguments",
+    _function(
+        "new_group",
+        _PATCHED,
+        *("ranks", "timeout", "backend", "pg_options", "use_local_synchronization", "group_desc"),
     ),
-    *_rows(
-        _C10D,
-        "new_group(, sort_ranks)",
-        "the order of the ranks is replayed",
-        since=(2, 13),
+    _function("_new_group_with_tag", _PATCHED, "ranks"),
+    _function("split_group", _PATCHED, "parent_pg", "split_ranks"),
+    _function("init_process_group", _PATCHED, "backend"),
+    _function(
+        "new_group", "the order of the ranks is replayed", keywords=("sort_ranks",), since=(2, 13)
     ),
-    *_rows(
-        _C10D,
-        "_new_process_group_helper(group_size group_rank global_ranks_in_group backend store "
-        "group_name backend_options timeout pg_tag device_id group_desc)",
+    _function(
+        "_new_process_group_helper",
         "a rebuilt group gets its name, store and device",
+        *("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
+        *("backend_options", "timeout", "pg_tag", "device_id", "group_desc"),
     ),
-    *_rows(
-        _C10D,
-        "_process_group_name(ranks use_hashed_name)",
+    _function(
+        "_process_group_name",
         "a rebuilt group has a separate name, and torch's counter of names is not changed",
+        *("ranks", "use_hashed_name"),
     ),
-    *_rows(
+    *_names(
         _C10D,
         "_get_split_source _is_barrier_after_init",
         "only the members of a group take part in its rebuild",
     ),
-    *_rows(
-        _C10D,
-        """
-        _find_pg_by_ranks_and_tag(tag ranks)
-        _get_default_timeout(backend)
-        """,
-        "groups are created with torch's defaults",
-    ),
-    *_rows(
+    _function("_get_default_timeout", _DEFAULTS, "backend"),
+    *_names(
         _C10D,
         "BackendConfig Backend GroupMember",
         "torch's values of backends and members are read",
     ),
-    *_rows(f"{_C10D}:BackendConfig", "get_device_backend_map", "backends are read by device type"),
-    *_rows(
+    *_names(f"{_C10D}:BackendConfig", "get_device_backend_map", "backends are read by device type"),
+    *_names(
         f"{_C10D}:Backend",
-        "backend_list backend_type_map _plugins _BackendPlugin",
-        "backends of a group are found, and the rehearsal registers one",
+        "backend_list backend_type_map",
+        "backends of a group are found",
     ),
-    *_rows(f"{_C10D}:GroupMember", "NON_GROUP_MEMBER", "ranks that are not members are recognized"),
-    *_rows(
-        _C10D,
-        """
-        _check_p2p_op_list(p2p_op_list)
-        _coalescing_manager(group device, async_ops)
-        """,
-        "a batch of sends and receives on a reloadable group is coalesced",
+    *_names(
+        f"{_C10D}:GroupMember", "NON_GROUP_MEMBER", "ranks that are not members are recognized"
+    ),
+    _function("_check_p2p_op_list", _BATCHES, "p2p_op_list", until=(2, 13)),
+    _function(
+        "_coalescing_manager",
+        _BATCHES,
+        *("group", "device"),
+        keywords=("async_ops",),
         until=(2, 13),
     ),
-    *_rows(
+    *_names(
         _C10D,
         "batch_isend_irecv",
         "batches are inspected for a check of the group's type",
     ),
     # -- the tables in which a reloadable group takes the place of torch's
-    *_rows(_C10D, "_world", "torch's tables of groups are read and changed"),
-    *_rows(
+    *_names(_C10D, "_world", "torch's tables of groups are read and changed"),
+    *_names(
         f"{_C10D}:_world",
         "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag tags_to_pg pg_coalesce_state "
         "default_pg",
         "a reloadable group takes the place of torch's group",
     ),
-    *_rows(
+    *_names(
         f"{_C10D}:_world",
         "pg_flight_recorder_hooks",
         "the flight recorder follows a rebuilt group",
         since=(2, 15),
     ),
-    *_rows(
+    *_names(
         _C,
         "_register_process_group _unregister_process_group",
         "C++ finds a reloadable group by its name",
     ),
-    *_rows(_C, "_create_work_from_future", "a coalesced call returns a completed work"),
-    *_rows(_C, "Backend ProcessGroup ErrorType", "torch's classes in C++ are recognized"),
-    *_rows(_C, "FakeProcessGroup", "the rehearsal before the first offload creates a group"),
-    *_rows(
-        f"{_C}:FakeProcessGroup",
-        "_create_internal",
-        "the rehearsal before the first offload creates a group",
-        since=(2, 13),
-    ),
-    *_rows(
+    *_names(_C, "_create_work_from_future", "a coalesced call returns a completed work"),
+    *_names(_C, "Backend ProcessGroup ErrorType", "torch's classes in C++ are recognized"),
+    *_names(
         "torch.distributed",
         "Store PrefixStore HashStore",
         "ranks agree through the store of the job",
     ),
     # -- methods of groups and backends
-    *_rows(
+    *_names(
         _GROUP,
         "_get_backend _register_backend _set_default_backend _device_types bound_device_id",
         "the backends of a group are released and rebuilt",
     ),
-    *_rows(_GROUP, "_set_group_name _set_group_desc", "a rebuilt group keeps name and description"),
-    *_rows(
+    *_names(
+        _GROUP, "_set_group_name _set_group_desc", "a rebuilt group keeps name and description"
+    ),
+    *_names(
         _GROUP,
         "_has_hooks _wait_for_pending_works _get_backend_name _register_on_completion_hook "
         "_enable_collectives_timing _get_sequence_number_for_group",
         "the methods of a reloadable group reach the live one",
     ),
-    *_rows(
+    *_names(
         _GROUP,
         "_start_coalescing _end_coalescing",
         "operations are coalesced, and an error in a coalesced block is cleaned up",
     ),
-    *_rows(_C10D, "_abort_process_group(group)", "communicators are aborted after a fault"),
-    *_rows(
+    _function("_abort_process_group", "communicators are aborted after a fault", "group"),
+    *_names(
         "torch._C._dynamo.eval_frame",
         "_FrameAction _FrameExecStrategy set_code_exec_strategy",
         "torch.compile leaves out the methods of a reloadable group",
     ),
-    *_rows(
+    *_names(
         _C, "_ProcessGroupWrapper", "backends are read below the wrappers of debug mode", "debug"
     ),
-    *_rows(
+    *_names(
         f"{_C}:_ProcessGroupWrapper",
         "wrapped_pg",
         "backends are read below the wrappers of debug mode",
         "debug",
     ),
-    *_rows(
+    *_names(
         f"{_C10D}:ProcessGroupGloo",
         "_Options _set_default_timeout",
         "options and timeouts of gloo groups are read and set",
     ),
-    *_rows(
+    *_names(
         f"{_C10D}:ProcessGroupGloo._Options",
         "_timeout _devices",
         "timeouts of gloo groups are read",
     ),
-    *_rows(
+    *_names(
         f"{_C10D}:ProcessGroupNCCL",
         "_set_default_timeout",
         "a timeout that was set on a live group still holds after a reload",
     ),
     # -- capabilities
-    *_rows(
+    *_names(
         f"{_C10D}:ProcessGroupNCCL",
         "_comm_ptr",
         "NCCL's suspend and resume are called for a communicator",
         "suspend",
     ),
-    *_rows(f"{_C}:Backend", "suspend resume", "communicators are suspended", "suspend", (2, 13)),
-    *_rows(
+    *_names(f"{_C}:Backend", "suspend resume", "communicators are suspended", "suspend", (2, 13)),
+    *_names(
         "torch.distributed.checkpoint._async_thread_executor:_ThreadBasedAsyncCheckpointExecutor",
         "execute_save",
         "an offload waits for asynchronous saves of checkpoints",
         "saves",
     ),
-    *_rows(
+    *_names(
         _C,
         "_resolve_process_group",
         "tests find names that a test has left behind",
         "tests",
     ),
-    *_rows(_C, "_dump_nccl_trace", "unfinished collectives are listed", "status"),
-    *_rows(_C, "_dump_fr_trace", "unfinished collectives are listed", "status"),
-    *_rows(_C, "_register_handler", "torch's debug server has the record", "status", (2, 13)),
-    *_rows(
+    *_names(_C, "_dump_nccl_trace", "unfinished collectives are listed", "status"),
+    *_names(_C, "_dump_fr_trace", "unfinished collectives are listed", "status"),
+    *_names(_C, "_register_handler", "torch's debug server has the record", "status", (2, 13)),
+    *_names(
         "torch.distributed.c10d_logger",
         "_c10d_logger",
         "errors of collectives carry a note on memory",
         "slime",
     ),
-    # -- state: retrying(state=...) restores the state from before a step
-    *_rows("torch", "_foreach_copy_", "states are copied", "state"),
-    *_rows(
-        "torch.nn.modules.module:Module",
-        "_parameters _buffers",
-        "parameters and buffers are restored",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state",
-        "_get_module_fsdp_state FSDPState",
-        "states of FSDP2 are found",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state:FSDPState",
-        "_state_ctx _comm_ctx _training_state _modules_to_run_forward _modules _is_root "
-        "_fsdp_param_group",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state:FSDPState",
-        "_fsdp_param_groups",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 13),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state:FSDPStateContext",
-        "all_states iter_forward_root post_backward_final_callback_queued is_last_backward",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_state:FSDPStateContext",
-        "manual_backward_finalization manual_backward_finalization_active "
-        "gradient_reduction_pending",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 15),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPCommContext",
-        "all_gather_state post_forward_order",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPCommContext",
-        "reduce_scatter_state",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        until=(2, 8),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPCommContext",
-        "reduce_scatter_states _last_post_reduce_events",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 13),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPCommContext",
-        "active_gradient_reduction",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 15),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPParamGroup",
-        "_training_state _all_gather_result _post_reduce_event _all_reduce_state "
-        "_reshard_after_forward_event _partial_reduce_output _post_forward_indices fsdp_params "
-        "_sharded_state reduce_grads all_reduce_grads reshard_after_backward",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param_group:FSDPParamGroup",
-        "_post_backward_pending _partial_reduce_output_layout _set_unsharded_grad_dtypes",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-        (2, 15),
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param:FSDPParam",
-        "sharded_state to_sharded grad_offload_event unsharded_accumulated_grad _unsharded_param "
-        "_module_info sharded_param",
-        "an unfinished step of FSDP2 is reset",
-        "state",
-    ),
-    *_rows(
-        f"{_FSDP}_fsdp_param:ParamModuleInfo",
-        "module param_name shared_modules shared_param_names",
-        "parameters of FSDP2 are found by name",
-        "state",
-    ),
-    *_rows(
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "modules of FSDP1 are refused",
-        "state",
-    ),
-    *_rows(
-        "torch.nn.parallel.distributed:DistributedDataParallel",
-        "reducer static_graph process_group _has_rebuilt_buckets require_backward_grad_sync "
-        "require_forward_param_sync",
-        "an unfinished step of DDP is reset",
-        "state",
-    ),
-    *_rows(
-        "torch.nn.parallel.distributed:DistributedDataParallel",
-        """
-        _build_params_for_reducer(self)
-        _build_debug_param_to_name_mapping(self parameters)
-        _ddp_init_helper(self parameters expect_sparse_gradient param_to_name_mapping static_graph)
-        """,
-        "the reducer of DDP is recreated in a job with a new process",
-        "state",
-    ),
-    *_rows(
-        f"{_C}:Reducer",
-        "_reset_state _remove_autograd_hooks _set_static_graph",
-        "the reducer of DDP is reset or recreated",
-        "state",
-    ),
-    *_rows(
-        f"{_PIPELINING}stage:_PipelineStageBase",
-        "clear_runtime_states args_recv_info grad_recv_info",
-        "microbatches of an unfinished step are dropped",
-        "state",
-    ),
-    *_rows(
-        f"{_PIPELINING}stage:_PipelineStageBase",
-        "_gradient_reduction_handle",
-        "microbatches of an unfinished step are dropped",
-        "state",
-        (2, 15),
-    ),
-    *_rows(
-        f"{_PIPELINING}schedules:PipelineScheduleSingle",
-        "_stage _internal_losses",
-        "the stages of a pipeline are found",
-        "state",
-    ),
-    *_rows(
-        f"{_PIPELINING}schedules:PipelineScheduleMulti",
-        "_stages _internal_losses",
-        "the stages of a pipeline are found",
-        "state",
-    ),
-    *_rows(
-        "torch.amp.grad_scaler:GradScaler",
-        "_per_optimizer_states",
-        "the stages of a GradScaler are restored",
-        "state",
-    ),
-    # -- explain, and the operators of the stand-in for CUDA
-    *_rows(
-        "torch.distributed",
-        "_verify_params_across_processes",
-        "DDP is created without peers",
-        "explain",
-    ),
-    *_rows("torch.distributed.utils", "_to_kwargs", "DDP's arguments are moved", "explain"),
-    *_rows(
-        "torch.testing._internal.distributed.fake_pg",
-        "FakeStore",
-        "a script runs without peers",
-        "explain",
-    ),
-    *_rows(
-        "torch.nn.parallel.distributed:DistributedDataParallel",
-        "_register_builtin_comm_hook",
-        "a script runs without peers",
-        "explain",
-    ),
-    *_rows(
-        "torch._C",
-        "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _get_schema",
-        "collectives of tensors without values return",
-        "explain",
-    ),
-    *_rows(
-        "torch.autograd",
-        "_engine_run_backward",
-        "backward passes of tensors without values run",
-        "explain",
-    ),
-    *_rows(
+    *_names(
         "torch._C",
         "_dispatch_get_registrations_for_dispatch_key _get_schema "
         "_construct_storage_from_data_pointer DisableTorchFunction DispatchKeySet DispatchKey",
@@ -452,10 +254,10 @@ NEEDS: tuple[Need, ...] = (
         "stand-ins",
     ),
     # -- TorchComms
-    *_rows(_C10D, "_use_torchcomms_enabled", "TorchComms is recognized", "TorchComms", (2, 13)),
+    *_names(_C10D, "_use_torchcomms_enabled", "TorchComms is recognized", "TorchComms", (2, 13)),
     # -- what other code takes out of a group
-    *_rows(_C10D, "_new_window", "the caller of a window is known", "borrowed", (2, 15)),
-    *_rows(
+    *_names(_C10D, "_new_window", "the caller of a window is known", "borrowed", (2, 15)),
+    *_names(
         "torch.distributed._symmetric_memory",
         "_group_name_to_store rendezvous",
         "groups with symmetric memory are known",

@@ -10,11 +10,11 @@ from datetime import timedelta
 from functools import cache, lru_cache
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as _cpp
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as _c10d
 
 from ..texts import described
@@ -140,54 +140,6 @@ def has_peers() -> bool:
     """Whether other processes take part. False with the fake backend, which has no real store."""
     group = world()
     return group is not None and group.size() > 1 and "fake" not in device_backends(group).values()
-
-
-def has_backends(group: ProcessGroup) -> bool:
-    """Whether a group that torch created has any backend; one written in Python counts."""
-    return type(group) is not ProcessGroup or bool(group._device_types)
-
-
-class GroupRequest(NamedTuple):
-    """A group that torch is about to create, with this rank as a member.
-
-    The store lacks the prefix of the name; ``devices`` are the backends by device type.
-    """
-
-    store: Store
-    name: str
-    desc: str
-    rank: int
-    size: int
-    devices: dict[str, str]
-    is_world: bool
-
-
-def create_without_backends(
-    request: GroupRequest, backend: str, config: str, device: Any, tag: str | None
-) -> tuple[ProcessGroup, Store]:
-    """Create a group that has no backend, and enter it into the tables as torch does.
-
-    The caller enters the ranks. Torch 2.8 to 2.15 enter a group into the same tables. Returns the
-    group and its store.
-    """
-    name, own = request.name, PrefixStore(f"{request.name}/", request.store)
-    group = ProcessGroup(own, request.rank, request.size)
-    group._set_group_name(cast(Any, name))
-    group._set_group_desc(request.desc)
-    if device is not None:
-        group.bound_device_id = device
-    tables = cast(Any, _c10d._world)
-    tables.pg_map[group] = (backend, own)
-    tables.pg_names[group] = name
-    tables.pg_backend_config[group] = config
-    _cpp._register_process_group(cast(Any, name), group)
-    with _changing_lists:
-        if not tag:
-            tables.tags_to_pg.setdefault("", []).append(group)
-        entered = f"user:{tag}" if tag else f"ptd:{name}"
-        tables.tags_to_pg.setdefault(entered, []).append(group)
-    tables.pg_to_tag[group] = entered
-    return group, own
 
 
 def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:

@@ -22,11 +22,9 @@ from torch.distributed import PrefixStore, Store
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import registry
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Plan
-from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
 from ..settings import as_flag, as_timedelta
@@ -129,9 +127,6 @@ def init_distributed(
     In a world of 1, no group, store or port is created, unless ``backend``, ``mesh_dims`` or
     ``store`` asks for a group: a program without a launcher runs as it does without
     torch.distributed, and :func:`barrier` and the other functions here return at once.
-
-    It is also local in a process that replaces another one (see
-    :func:`reloadpg.recovery.rejoin`): the other ranks have already agreed and connected.
 
     Args:
         backend: as for ``init_process_group``; None selects the device's backend (gloo, nccl, ...).
@@ -257,15 +252,9 @@ def bring_up(
     placement.use(stream=stream)
     rank, size = environment.rank, environment.world_size
     backend, device = placement.backend, placement.device
-    alone = size == 1
-    options = registry.options
-    if not alone and options is not None and options.recoverable:
-        # The other ranks have done all this; its groups are connected when it rejoins.
-        alone = Predecessor.exists(store, rank, size)
-        connect = "none" if alone else connect
     # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
     # which may be hours. So the groups are created within a round.
-    root = None if alone else partial(PrefixStore, "barriers", store)
+    root = None if size == 1 else partial(PrefixStore, "barriers", store)
     seconds, difference = init_timeout.total_seconds(), ""
     if root is not None:
         host, local_rank = socket.gethostname(), environment.local_rank

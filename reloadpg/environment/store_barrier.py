@@ -104,7 +104,6 @@ def barrier(*given: Any, **named: Any) -> None:
         RendezvousTimeoutError: not all ranks arrived. Names reason, seconds and the missing ranks;
             also a TimeoutError.
         GroupNotInitializedError: several ranks, but no group yet.
-        ReloadpgError: this process replaces another one and must call ``rejoin`` first.
         InvalidOptionError: the timeout or the group is invalid. Also a ValueError.
     """
     timeout, reason, group = _arguments(given, named)
@@ -120,7 +119,6 @@ def barrier(*given: Any, **named: Any) -> None:
     chosen = _group_or_world(group, f"barrier({reason!r})")
     if chosen is None:
         return
-    _check_rejoined(f"barrier({reason!r})")
     round_ = _rendezvouses.of(chosen, "barrier").open(what, ("arrive",), seconds)
     with _in_job_ranks(chosen, what):
         round_.barrier("arrive")
@@ -154,14 +152,7 @@ def _arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, str,
 
 def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Round:
     """Open a round of all ranks of the job for one purpose. Local; equal order on all ranks."""
-    _check_rejoined(purpose)
     return rendezvous_of(None, purpose).open(purpose, phases, timeout.total_seconds())
-
-
-def _check_rejoined(what: str) -> None:
-    job = jobs.known
-    if job is not None:
-        job.rendezvous.check_rejoined(what)
 
 
 def leave_together(

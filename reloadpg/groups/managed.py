@@ -261,16 +261,6 @@ class ManagedGroup:
         c10d.set_timeouts(inner, self._timeouts)
         self._make_live(inner)
 
-    def await_members(self) -> None:
-        """Set a group that was created without backends to failed, until ``rejoin``."""
-        construction = self.construction
-        self.detach(GroupState.FAILED, "This process replaces one that has ended.")
-        self.current.kept = None
-        self.current.remedy = "Call reloadpg.recovery.rejoin() once all groups are created."
-        self.backend_name = next(iter(construction.devices.values()))
-        timeout = construction.timeout or c10d.default_timeout(construction.backend)
-        self._timeouts = dict.fromkeys(construction.devices, timeout)
-
     def fail(self, reason: str) -> None:
         """Mark an offloaded group as failed, with the reason."""
         self.state = GroupState.FAILED

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -63,18 +63,6 @@ class Options:
 class JobHooks:
     """What the creation of groups needs of the job; :mod:`reloadpg.lifecycle.job` overrides it."""
 
-    @property
-    def replaces(self) -> bool:
-        """Whether this process replaces another one and has not rejoined its job. Local, cheap."""
-        return False
-
-    def before_world(self) -> Callable[[c10d.GroupRequest], bool] | None:
-        """Called before a default group is created; returns whether to create it without backends.
-
-        None if no process can be replaced.
-        """
-        return None
-
     def after_world(self, *, begins: bool) -> None:
         """Called when the default group is reloadable.
 
@@ -110,8 +98,6 @@ class Registry:
         self.lock = threading.RLock()
         """Never held across a callback or a collective step."""
         self.warned: set[str] = set()
-        self.rehearsed = False
-        """Whether :func:`~reloadpg.lifecycle.rehearsal.rehearse` has succeeded in this process."""
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Selected groups that cannot be managed, with the reason."""
         self.without_set: WeakSet[ProcessGroup] = WeakSet()
@@ -127,8 +113,6 @@ class Registry:
         them: a collective or the end of a group would wait indefinitely. So every operation is
         refused until the child starts its own job.
         """
-        if c10d.known_groups():
-            c10d.drop_inherited_connections()
         self._disowned += [group.disown() for group in _managed_groups()]
         # Gloo's destructor of torch 2.8 hangs in the end of the interpreter, or ends it by SIGABRT.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._disowned))

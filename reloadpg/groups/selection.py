@@ -180,7 +180,7 @@ def _rules(
         return ()
     if not isinstance(sets, Mapping):
         names = as_names(sets)
-        if names is None or "" in names:
+        if names is None or any(not name or _GLOB & set(name) for name in names):
             raise InvalidOptionError(
                 f"install(sets={sets!r}): not names of sets, and no mapping of sets to patterns; "
                 'nothing was installed. Pass for example sets=["engine"], or '
@@ -201,6 +201,9 @@ def _rules(
         rules.append((name, patterns))
     return tuple(rules)
 
+
+_GLOB = frozenset("*?[")
+"""Characters of a pattern: as the name of a set they are a mistake."""
 
 _NO_RULE = "\0"
 

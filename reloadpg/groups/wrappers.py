@@ -6,7 +6,6 @@ A group that is not selected, and the value for non-members, are returned unchan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -19,7 +18,6 @@ from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, ve
 from .offloaded import Offloaded
 from .proxy import ReloadableProcessGroup, find_group, managed
 from .registry import bypass_of, registry
-from .replacement import is_without_backends, split_alone
 from .sets import TRAINER
 
 Function = Callable[..., Any]
@@ -113,11 +111,8 @@ def _split_group(wrapped: Function) -> Function:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
-        if registry.hooks.replaces:
-            group = split_alone(call)
-        else:
-            with verbatim():
-                group = call()
+        with verbatim():
+            group = call()
         if c10d.is_non_member(group):
             return group
         # The replay needs no parent: the record must not keep one alive, nor WORLD's store.
@@ -131,9 +126,7 @@ def _init_process_group(wrapped: Function) -> Function:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
-        bare = registry.hooks.before_world()
-        creation = c10d.CreationByMembers(without_backends=bare) if bare else nullcontext()
-        with verbatim(), creation:
+        with verbatim():
             result = wrapped(*call.args, **call.kwargs)
         manage_world(call)
         _warn_of_unknown_backends()
@@ -174,9 +167,7 @@ def _create_alone(call: Call) -> Any:
     """Create a group without a parent: WORLD has no communicator to split."""
     for value in (*call.args, *call.kwargs.values()):
         c10d.forget_parent(value)
-    alone = registry.hooks.replaces
-    without = is_without_backends if alone else None
-    with c10d.CreationByMembers(without_backends=without, waits=not alone):
+    with c10d.CreationByMembers():
         return call()
 
 
@@ -209,15 +200,10 @@ def _manage(
         return group
     if call is None:
         call = Call.capture(function, args, kwargs)
-    bare = registry.hooks.replaces and not c10d.has_backends(group)
     parents: tuple[object, Any] = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
         timeouts = c10d.get_timeouts(group, selected).values()
-        parent = Call(function, args, kwargs).given.get("parent_pg") or c10d.world()
-        if bare and isinstance(parent, ReloadableProcessGroup):
-            parents = parent._managed.construction.options, next(iter(timeouts), None)
-        else:
-            parents = c10d.options_of(group, selected), next(iter(timeouts), None)
+        parents = c10d.options_of(group, selected), next(iter(timeouts), None)
         c10d.forget_parent(parents[0])
     # The split is done; the options must not keep the parent alive.
     for value in call.args[1:]:  # the first argument is the ranks, or the parent
@@ -229,8 +215,6 @@ def _manage(
     proxy = ReloadableProcessGroup(group, construction)
     if set_name != TRAINER:
         proxy._managed.set_name = set_name
-    if bare:
-        proxy._managed.await_members()
     return proxy
 
 
@@ -278,8 +262,6 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     )
     c10d.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
-    if begins and not c10d.has_backends(world):
-        proxy._managed.await_members()
     registry.hooks.after_world(begins=begins)
     return proxy
 

@@ -21,9 +21,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..environment.model import AGENT_STORE, DistributedEnvironment, host_store
 from ..errors import InvalidOptionError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
@@ -37,11 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActorFailedError",
-    "ActorJob",
     "ActorTimeoutError",
     "offload_all",
     "reload_all",
-    "replace_actor",
     "setup_actors",
 ]
 
@@ -79,45 +76,21 @@ class ActorTimeoutError(ActorFailedError, TimeoutError):
     """Not all actors responded within the timeout, and none failed."""
 
 
-@dataclass
-class ActorJob:
-    """The actors of one job, returned by :func:`setup_actors`.
-
-    Attributes:
-        actors: one handle per rank, in rank order; a replacement takes the place of the old handle.
-        nodes: Ray's name of each actor's node.
-        address: address of the job's store.
-        port: its port.
-        store: the store, if it is in the driver; it lives as long as this object.
-    """
-
-    actors: list[Any]
-    nodes: list[str]
-    address: str
-    port: int
-    store: Any = None
-
-
 def setup_actors(
     actors: Sequence[Any],
     *,
     timeout: timedelta | float = 60.0,
-    store: Literal["rank0", "driver"] = "rank0",
-) -> ActorJob:
+) -> None:
     """Make the actors the ranks of one job, with the environment variables that torchrun sets.
 
     Blocking; call it in the driver, before the actors create groups. The job's store is opened
-    immediately, on a port that the system picks, so no other program can take the port.
+    immediately in the process of rank 0, on a port that the system picks, so no other program can
+    take the port.
 
     Args:
         actors: one handle per rank, in rank order; actors of any class, on any nodes.
         timeout: timeout of the whole call, a timedelta or seconds; includes the scheduling of the
             actors.
-        store: the process that hosts the job's store. With ``driver``, the actor of rank 0 can be
-            replaced, too; all actors must reach the driver's node.
-
-    Returns:
-        The job, for :func:`replace_actor`. It holds the handles.
 
     Raises:
         ActorFailedError: an actor is dead, failed, or is already in a job.
@@ -125,68 +98,12 @@ def setup_actors(
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
             invalid; nothing was sent to any actor.
     """
-    if store not in ("rank0", "driver"):
-        raise InvalidOptionError(
-            f"setup_actors(store={store!r}): not 'rank0' or 'driver'; nothing was done."
-        )
     call = _Call("setup_actors", actors, timeout)
     places: list[tuple[str, str]] = call.on_all(_place, UNTOUCHED)
-    job = ActorJob(list(actors), [node for node, _ in places], places[0][1], 0)
-    if store == "driver":
-        job.address = _ray().util.get_node_ip_address()
-        job.store = host_store(job.address)
-        job.port = job.store.port
-    else:
-        [job.port] = call.on_all(_serve, UNTOUCHED, {0: job.address})
-    variables = job_variables(job.nodes, job.address, job.port)
+    address = places[0][1]
+    [port] = call.on_all(_serve, UNTOUCHED, {0: address})
+    variables = job_variables([node for node, _ in places], address, port)
     call.on_all(_set_variables, NO_JOB, dict(enumerate(variables)))
-    return job
-
-
-def replace_actor(
-    job: ActorJob, rank: int, actor: Any, *, timeout: timedelta | float = 60.0
-) -> None:
-    """Replace an actor that died or hangs by a new one, while the others keep running.
-
-    The old actor is killed if it is still running. The caller then runs the same program in the new
-    one: ``install(recoverable=True)``, ``init_process_group``, the same groups, ``rejoin``. The
-    others must call ``recover``, as ``retrying`` does. Blocking; call it in the driver.
-
-    Args:
-        job: the result of :func:`setup_actors`, which is updated with the new actor.
-        rank: the rank to replace.
-        actor: a new actor, on any node.
-        timeout: timeout of the whole call, a timedelta or seconds.
-
-    Raises:
-        ActorFailedError: the new actor is dead, failed, or is already in a job.
-        ActorTimeoutError: it did not respond in time.
-        InvalidOptionError: the process of rank 0 hosts the job's store and cannot be replaced; or
-            an argument is invalid. Nothing was done.
-    """
-    if not isinstance(job, ActorJob) or rank not in range(len(job.actors)):
-        raise InvalidOptionError(
-            f"replace_actor({job!r}, {rank!r}): not a job and one of its ranks; nothing was done. "
-            "Pass the result of setup_actors(), and the rank."
-        )
-    if rank == 0 and job.store is None:
-        raise InvalidOptionError(
-            "replace_actor(rank=0): its process hosts the job's store, which ended with it; "
-            "nothing was done. Restart all actors. With setup_actors(actors, store='driver'), "
-            "rank 0 can be replaced, too."
-        )
-    call = _Call("replace_actor", [actor], timeout, first_rank=rank)
-    if actor in job.actors:
-        raise InvalidOptionError(
-            f"replace_actor(): {actor!r} is rank {job.actors.index(actor)} of the job; nothing was "
-            "done. Pass a new actor."
-        )
-    [(node, _)] = call.on_all(_place, UNTOUCHED)
-    _ray().kill(job.actors[rank])
-    nodes = [*job.nodes[:rank], node, *job.nodes[rank + 1 :]]
-    variables = job_variables(nodes, job.address, job.port)[rank]
-    call.on_all(_set_variables, NO_JOB, {rank: variables})
-    job.actors[rank], job.nodes = actor, nodes
 
 
 def offload_all(
@@ -303,10 +220,7 @@ def _reload(_: object, connect: Connect | None) -> Report:
 UNTOUCHED = "Nothing was changed in any actor: call {what}() again once all of them respond"
 TOUCHED = "Groups that were changed have no communicator: call reload_all() once all actors respond"
 NO_JOB = "The actors are not a job yet: call {what}() again once all of them respond"
-REPLACE = (
-    "An actor that died cannot rejoin its job. Call replace_actor() if the job is recoverable; "
-    "otherwise restart all actors."
-)
+RESTART = "An actor that died cannot rejoin its job. Restart all actors."
 
 
 def _ray() -> Any:
@@ -329,7 +243,7 @@ class _Call:
     """One call of a public function, with one timeout for its steps in all actors.
 
     Attributes:
-        actors: the actors by rank; the first one has ``first_rank``.
+        actors: the actors by rank.
     """
 
     def __init__(
@@ -337,8 +251,6 @@ class _Call:
         what: str,
         actors: Sequence[Any],
         timeout: timedelta | float,
-        *,
-        first_rank: int = 0,
     ) -> None:
         self._ray = _ray()
         self._what = what
@@ -347,7 +259,7 @@ class _Call:
             raise InvalidOptionError(
                 f"{what}(actors): {wrong}; nothing was done. Pass one handle per rank, in order."
             )
-        self.actors = dict(enumerate(actors, first_rank))
+        self.actors = dict(enumerate(actors))
         self._timeout = as_timedelta(timeout, "timeout").total_seconds()
         self._deadline = time.monotonic() + self._timeout
 
@@ -403,7 +315,7 @@ class _Call:
         dead = isinstance(cause, self._ray.exceptions.RayActorError)
         error = ActorFailedError(
             f"{self._what}: actor {self._names([rank])} failed: {text}.{told} {state}."
-            f"{f' {REPLACE}' if dead else ''}",
+            f"{f' {RESTART}' if dead else ''}",
             rank=rank,
             errors=errors,
             waiting=silent,

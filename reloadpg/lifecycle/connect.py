@@ -24,11 +24,9 @@ from ..c10d import (
     labels_of,
     live_backends,
     raise_for_aborted,
-    shares_lock,
 )
-from ..errors import InvalidOptionError, PeerFailedError, RebuildError
+from ..errors import InvalidOptionError, RebuildError
 from ..groups.managed import ManagedGroup
-from ..rendezvous.worker_thread import Task
 from ..texts import counted
 
 Connect = Literal["none", "eager", "canary"]
@@ -64,23 +62,6 @@ def late_connections(groups: Iterable[ManagedGroup]) -> str:
         f"{counted(len(late), 'group')} ({labels_of(late)}) will connect in the first "
         "collective. If a rank does not reach that collective, the others stay in it, past every "
         "timeout: torch's NCCL backend cannot end a connection."
-    )
-
-
-def further_connections(groups: Iterable[ManagedGroup]) -> str:
-    """Name the live groups that no abort can end while NCCL connects them further; "" if none.
-
-    An engine with a lock for several communicators holds it in each call of NCCL, and needs it for
-    an abort (:mod:`reloadpg.c10d.locks`).
-    """
-    stuck = _groups_with(lambda backend: shares_lock([backend]), groups)
-    if not stuck:
-        return ""
-    return (
-        f"{counted(len(stuck), 'group')} ({labels_of(stuck)}) cannot be aborted while NCCL "
-        "connects them further, in the first send to a peer or the first collective of another "
-        "kind. If a rank fails there, its peers stay in that call, and no recovery "
-        "completes."
     )
 
 
@@ -130,28 +111,6 @@ def sum_ranks(group: ProcessGroup, device: torch.device) -> tuple[list[int], lis
     devices.synchronize()
     raise_for_aborted()
     return tensor.tolist(), [size, size * (size + 1) // 2]
-
-
-def await_device(recovery_requested: Callable[[], bool]) -> None:
-    """Wait until this rank's device is idle, and raise if its results are wrong.
-
-    A collective whose peer has aborted its communicator stays on the device until its own timeout,
-    so the wait ends with PeerFailedError if another rank has requested a recovery.
-    """
-    task = Task(devices.synchronize, "device")
-    while not task.wait(_ASK_S):
-        if recovery_requested():
-            raise PeerFailedError(
-                "another rank has requested a recovery while this rank's device was busy. Call "
-                "reloadpg.recovery.recover() and repeat the step.",
-                rank=-1,
-                phase="step",
-            )
-    task.result()
-    raise_for_aborted()
-
-
-_ASK_S = 0.1
 
 
 def _device(group: ManagedGroup) -> torch.device:

@@ -119,9 +119,8 @@ def install(
             call :func:`recover`. Sets unset variables, such as
             ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also overriding torchrun's default of 1), until
             :func:`uninstall`. With them, a collective that fails or times out is aborted and
-            leaves wrong values without an error; :func:`retrying` and :func:`offload` detect this.
-            Each process writes a mark to the job's store, so that another process can replace it
-            (:func:`rejoin`).
+            leaves wrong values without an error; :func:`offload` and :func:`recovery_requested`
+            detect this. It also makes ``connect="eager"`` the default of :func:`reload`.
         borrowed: what an offload does about a group of which other code has taken a pointer to the
             communicator, or a window, that it could use after the release. ``refuse`` (the
             default): the offload raises :class:`~reloadpg.errors.BorrowedError`, which names the

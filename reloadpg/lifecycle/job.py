@@ -22,9 +22,7 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import Offloaded
 from ..groups.proxy import managed
 from ..groups.registry import JobHooks, registry
-from ..groups.replacement import refuse_bypassed
 from ..groups.sets import Chosen, SetStates
-from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Task, Wait, exiting
@@ -45,24 +43,6 @@ class Unfinished(NamedTuple):
         return f"the communicator of {self.group} is still being {doing}"
 
 
-class Position(NamedTuple):
-    """Where a rank is in the loops of ``retrying``, counted from 0.
-
-    Attributes:
-        steps: number of completed steps, over all loops.
-        loop: index of the next step's loop among the outermost loops.
-        attempt: number of failed attempts at that step.
-        number: index of the step in its loop.
-        nested: whether the loop is inside another one.
-    """
-
-    steps: int = 0
-    loop: int = 0
-    attempt: int = 0
-    number: int = 0
-    nested: bool = False
-
-
 @dataclass
 class Job:
     """One initialised ``torch.distributed``: from ``init_process_group`` to its destruction.
@@ -80,9 +60,6 @@ class Job:
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
         owed: sets whose callbacks of a reload are due on this rank though no group is offloaded:
             an offload has failed after its callbacks, or a callback after a reload has failed.
-        loops: the loops of ``retrying`` on this rank; used by that module only.
-        replaced: the ranks that were replaced since the last completed step; equal on all ranks
-            at the same step.
         left_out: the registered groups that the last reload has left out, by name, with the sets
             that it was for; equal on all ranks.
     """
@@ -100,9 +77,6 @@ class Job:
     owed: list[Chosen] = field(default_factory=list)
     last_error: str = ""
     round: Round | None = None
-    position: Position = Position()  # noqa: RUF009 - immutable
-    loops: Any = None
-    replaced: tuple[int, ...] = ()
     left_out: dict[str, Chosen] = field(default_factory=dict)
 
     @property
@@ -152,7 +126,6 @@ class Jobs(JobHooks):
         """Forget the job and the operation, which in a forked child are the parent's. Local."""
         self._job: Job | None = None
         self._running: weakref.ref[Any] | None = None
-        self._predecessor: Predecessor | None = None
 
     def current(self, operation: str) -> Job | None:
         """Return the job of the current default group, which may join one; None without a group.
@@ -173,10 +146,7 @@ class Jobs(JobHooks):
             if self._job is None or self._job.of() is not world:
                 # Rank 0's store, and the server in it, must not outlive the default group:
                 # otherwise the next job would find the keys of this one.
-                marks = registry.options is not None and registry.options.recoverable
-                rendezvous = Rendezvous.of_world(world, predecessor=self._predecessor, marks=marks)
-                self._predecessor = None
-                job = Job(weakref.ref(world, self._forget), rendezvous)
+                job = Job(weakref.ref(world, self._forget), Rendezvous.of_world(world))
                 job.connecting += job.rendezvous.connect_ahead()
                 if c10d.has_peers():
                     job.creation_stores = StorePool(c10d.root_store_of_job(world))
@@ -204,30 +174,6 @@ class Jobs(JobHooks):
         return job if job is not None and job.of() is c10d.world() else None
 
     # -- hooks of the creation of groups ----------------------------------------------------
-
-    @property
-    def replaces(self) -> bool:
-        """Whether this process replaces another one and has not rejoined its job. Local, cheap."""
-        job = self._job
-        return job is not None and job.rendezvous.replaces and job is self.known
-
-    def before_world(self) -> Callable[[c10d.GroupRequest], bool] | None:
-        self._predecessor = None
-        options = registry.options
-        return self._takes_place if options is not None and options.recoverable else None
-
-    def _takes_place(self, request: c10d.GroupRequest) -> bool:
-        """Whether a new default group is that of a process which replaces another one.
-
-        Reads from the store; waits a limited time.
-        """
-        if not request.is_world or request.size == 1 or "fake" in request.devices.values():
-            return False
-        self._predecessor = Predecessor.find(request.store, request.rank, request.size)
-        if self._predecessor is None:
-            return False
-        refuse_bypassed(request)
-        return True
 
     def after_world(self, *, begins: bool) -> None:
         job = self.current("install")  # connects to the store in the background

@@ -10,7 +10,6 @@ from typing import Literal, overload
 from .. import c10d
 from ..c10d import devices, release_cautions
 from ..groups.managed import ManagedGroup
-from ..groups.registry import registry
 from ..groups.sets import Chosen
 from ..reports import Report
 from ..settings import as_flag
@@ -20,7 +19,6 @@ from .job import Job
 from .operation import Operation
 from .pending import Pending
 from .recreate import Releases
-from .rehearsal import rehearse
 from .run import await_unfinished, perform
 from .strategy import bytes_kept, choose, obstacle_of, refuse_borrowed, verify
 from .suspend import suspend
@@ -95,10 +93,6 @@ def release(op: Operation, collect: bool = False) -> Report:
 def _release(op: Operation, job: Job, collect: bool) -> None:
     await_unfinished(op, job)
     live = [group for group in reversed(op.changes.groups) if group.is_live]
-    # Torch's debug mode wraps each backend, but cannot wrap that of the rehearsal.
-    if live and not registry.rehearsed and not c10d.wraps_backends():
-        op.do("enter", partial(rehearse, job.world), "rehearsing on a group of this process")
-        registry.rehearsed = True
     # All that can fail comes before the first barrier: the callbacks, what other code holds of the
     # groups, the device's work. When the last rank has arrived, every rank may change its groups.
     obstacle = obstacle_of(live, job) if op.may_suspend else ""

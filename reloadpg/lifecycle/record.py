@@ -32,7 +32,6 @@ class Record:
         self.groups: list[GroupReport] = []
         self.warnings: list[str] = []
         self.faults: tuple[RankFault, ...] = ()
-        self.replaced: tuple[int, ...] = ()
         self._started = time.perf_counter()
         self._spans: list[Span] = []
         self._memory: dict[str, dict[str, int]] = {}
@@ -108,7 +107,6 @@ class Record:
             tuple(unfinished),
             self._moments,
             self.faults,
-            self.replaced,
             str(self.chosen),
             held,
         )

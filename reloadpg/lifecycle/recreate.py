@@ -247,8 +247,7 @@ def rebuild(
     ]
     op.each("done", checked, rebuilds.check, parallelism=1)
     op.record.measure("rebuilt")
-    retries = op.options.recoverable or (job.loops is not None and job.loops.open)
-    if connect == "none" and retries and (text := late_connections(back)):
+    if connect == "none" and op.options.recoverable and (text := late_connections(back)):
         op.record.warnings.append(f"{text} Pass connect='eager'.")
     op.barrier("done")
     op.call_after([*op.of_generations(callbacks.reload, gone), *callbacks.reload])

@@ -67,7 +67,7 @@ def reload(
             None means ``eager`` with ``install(recoverable=True)``, otherwise ``none``: no fault
             can end the connection of an NCCL communicator in its first collective (torch's
             ``ProcessGroupNCCL``), and the timeout of the reload ends it. The report warns of such
-            groups in a recoverable job or in a loop of ``retrying``. Equal on all ranks.
+            groups in a recoverable job. Equal on all ranks.
         skip: groups of :func:`register_group` to leave out, or their names: those whose members
             outside the job have ended, and that could not be rebuilt. They stay offloaded, which
             ``status()`` says, and the next reload of the same sets without ``skip`` rebuilds them.

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 
 from ..groups.proxy import GroupState
-from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Wait
 from ..reports import Report
 from .job import Job, Unfinished
@@ -58,7 +57,7 @@ def _end_early(op: Operation, error: BaseException) -> None:
     if job is None or not op.opened:
         return
     op.activity = f"ending it after {type(error).__name__}"
-    notify(op.round, error)
+    insist(partial(op.round.fail, error))
     phase = op.round.supposed_end
     if phase is None:
         insist(op.complete)
@@ -66,11 +65,6 @@ def _end_early(op: Operation, error: BaseException) -> None:
         insist(partial(_leave_failed, op, job, phase, error))
     job.last_error = f"{type(error).__name__}: {error}"
     op.report = op.record.report(job, error=job.last_error)
-
-
-def notify(round_: Round, error: BaseException, *, cancels: bool = False) -> None:
-    """Notify the other ranks that this one has failed; see :meth:`Round.fail`."""
-    insist(partial(round_.fail, error, cancels=cancels))
 
 
 def insist(call: Callable[[], object]) -> None:

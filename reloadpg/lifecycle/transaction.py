@@ -8,7 +8,7 @@ from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan
-from .job import Job, Position
+from .job import Job
 from .strategy import planned
 
 
@@ -27,8 +27,6 @@ class Transaction:
         was_offloaded: whether these sets were offloaded at the start.
         generations: generation of each group at the start.
         generation: the job's generation after the commit.
-        replaced: of a recovery, the ranks that were replaced since the last completed step.
-        position: of a recovery, the furthest position of any rank in the loops of ``retrying``.
         whole: whether all groups of the chosen sets are rebuilt, whatever their state.
     """
 
@@ -67,8 +65,6 @@ class Transaction:
         self._cycles = job.cycles + (not self.was_offloaded)
         self.generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (name == "reload" and self.was_offloaded)
-        self.replaced = job.replaced
-        self.position = Position()
         self.whole = name == "recover"
 
     def _is_to_try_again(self) -> bool:
@@ -145,9 +141,6 @@ class Transaction:
                 job.left_out = {**others, **dict.fromkeys(self._skip, self._chosen)}
         if self._name == "recover":
             job.left_out = self._left_out
-            job.replaced = self.replaced
-            if job.rendezvous.replaces:  # this process continues where the others are
-                job.position = max(job.position, self.position)
             job.rendezvous.complete_recovery()
 
     def mark_offloaded(self) -> None:

@@ -13,7 +13,6 @@ import inspect
 import json
 import logging
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,11 +30,11 @@ from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..groups.sets import Chosen
 from ..lifecycle.callbacks import callbacks
-from ..lifecycle.job import Job, Position, jobs
+from ..lifecycle.job import Job, jobs
 from ..lifecycle.operation import PHASES, Operation
 from ..lifecycle.recreate import abort, leave_out, rebuild
 from ..lifecycle.run import await_unfinished, insist, perform
-from ..rendezvous.worker_thread import Task, Wait
+from ..rendezvous.worker_thread import Wait
 from ..reports import RankFault, Report
 from ..settings import as_timedelta
 
@@ -45,15 +44,7 @@ _MOST = 32
 """Maximum number of faults in a report, which each rank reads from the store."""
 
 _LEAST_S = 1.0
-"""Minimum timeout, in seconds, for a recovery that a replacement process requests again."""
-
-_SHUT_S = 5.0
-"""Longest time, in seconds, that a recovery waits for gloo's connections to be shut."""
-
-_PEERS_S = 30.0
-"""Seconds in which the peers of a shut connection can still write to it. A peer that writes later,
-because its machine is overloaded, waits for its own timeout.
-"""
+"""Minimum timeout, in seconds, of a recovery that another rank has requested again."""
 
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -91,26 +82,27 @@ def recover(
             cleared: gloo waits as long as one of them holds a work object.
         timeout: how long to wait for missing ranks. None means as long as a collective may
             take: the longest timeout of the groups, or that of ``install`` if it is longer. A
-            number is in seconds. A process that was restarted joins with :func:`rejoin`; the other
-            ranks keep waiting for the remaining time.
+            number is in seconds.
 
     Returns:
-        The report of this rank; its ``faults`` are the ranks that were stuck and where, and its
-        ``replaced`` the ranks with a new process.
+        The report of this rank; its ``faults`` are the ranks that were stuck and where.
 
     Raises:
         NotInstalledError: ``install`` was not called.
         DisagreementError: the ranks have different groups, for example after a fault during their
             creation; every group stays failed.
         RendezvousTimeoutError: ranks are missing; it names them.
-        PeerFailedError: another rank failed in the recovery; or it was interrupted in a step of
-            ``retrying``, and this rank has not known it. It names the rank.
+        PeerFailedError: another rank failed or was interrupted in the recovery. It names the rank.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         ReloadpgError: the store is lost, and with it the job.
         InvalidOptionError: ``timeout`` is not positive; nothing was changed.
     """
-    report, _ = meet(reason, seconds=seconds_of(timeout))
-    return report
+    seconds = _seconds(timeout)
+    op = Operation("recover")
+    perform(op, partial(_recover, reason=reason, seconds=seconds))
+    if op.job is not None and op.job.rendezvous.rank == 0:
+        logger.warning("%s", op.report)
+    return op.report
 
 
 def recovery_requested() -> bool:
@@ -131,51 +123,24 @@ def recovery_requested() -> bool:
     return not jobs.busy and job.rendezvous.recovery_requested(_ASK_S)
 
 
-def meet(
-    reason: str | BaseException | None = None,
-    *,
-    seconds: float | None = None,
-    repeats: bool = True,
-) -> tuple[Report, Position]:
-    """Recover, and agree on the position of all ranks in their loops; see :func:`recover`.
-
-    Args:
-        reason: see :func:`recover`.
-        seconds: how long to wait for missing ranks; None as in :func:`recover`.
-        repeats: whether the other ranks may repeat the step.
-
-    Returns:
-        The report of this rank, and the furthest position of any rank.
-    """
-    op = Operation("recover")
-    perform(op, partial(_recover, reason=reason, seconds=seconds, repeats=repeats))
-    if op.job is not None and op.job.rendezvous.rank == 0:
-        logger.warning("%s", op.report)
-    return op.report, Position() if op.job is None else op.changes.position
-
-
 def _recover(
     op: Operation,
     job: Job,
     reason: str | BaseException | None,
     seconds: float | None,
-    repeats: bool,
 ) -> None:
-    fault = _fault(op, reason, repeats)
+    fault = _fault(op, reason)
     report = json.dumps(
         {
             "fault": asdict(fault),
             "begun": collectives_begun(op.changes.groups),
             "generation": max([job.generation, *(group.generation for group in op.changes.groups)]),
-            "position": job.position,
-            "replaces": job.rendezvous.replaces,
-            "replaced": job.replaced,
             "left out": {n: (sorted(s.names), s.others) for n, s in job.left_out.items()},
         }
     )
     timeout = op.options.timeout.total_seconds()
     if seconds is None:
-        seconds = max([timeout, *map(longest_wait, op.changes.groups)])
+        seconds = max([timeout, *map(_longest_wait, op.changes.groups)])
     was_offloaded = job.offloaded
     waited = Wait("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
@@ -191,7 +156,7 @@ def _recover(
         except PeerFailedError:
             if op.round.decision is None or op.round.decision.kind != "recover":
                 raise
-        # A replacement arrived for a process that was counted in this recovery.
+        # A rank that has lost count of the operations has requested another recovery.
         _join(op, job, str(fault), report, max(waited.left, _LEAST_S))
     op.round.seconds = timeout
     _agree(op, job)
@@ -219,29 +184,24 @@ def _join(op: Operation, job: Job, reason: str, report: str, seconds: float) -> 
 # -- the report of this rank --------------------------------------------------------------------
 
 
-def _fault(op: Operation, reason: str | BaseException | None, repeats: bool) -> RankFault:
+def _fault(op: Operation, reason: str | BaseException | None) -> RankFault:
     """The fault that this rank reports to the recovery. Local."""
     error = sys.exc_info()[1] if reason is None else reason
     text, where = "", ""
     if isinstance(error, BaseException):
         if not isinstance(error, PeerFailedError):  # the peer reports it itself
             text, where = f"{type(error).__name__}: {error}"[:1000], _where(error)
-        _release_work(error, of_user=repeats)
+        _release_work(error)
     elif error is not None:
         text = str(error)[:1000]
-    return RankFault(op.world.rank(), text, where, repeats=repeats)
+    return RankFault(op.world.rank(), text, where)
 
 
-def _release_work(error: BaseException, *, of_user: bool) -> None:
+def _release_work(error: BaseException) -> None:
     """Clear the variables in the frames of an error's traceback. Local.
 
     A gloo connection stays open, with the peers waiting, while a variable holds a work object of
     it; and an exception keeps the variables of all frames in its traceback.
-
-    Args:
-        error: the error, with its cause and context.
-        of_user: whether to also clear frames outside torch. An error that is raised to the user
-            keeps them, for debuggers and logs.
     """
     errors: list[BaseException | None] = [error]
     for cause in errors:
@@ -250,8 +210,8 @@ def _release_work(error: BaseException, *, of_user: bool) -> None:
         errors += [other for other in (cause.__cause__, cause.__context__) if other not in errors]
         for frame, _ in traceback.walk_tb(cause.__traceback__):
             # Clearing a suspended generator would close it.
-            clears = of_user and not frame.f_code.co_flags & _GENERATOR
-            if clears or _module(frame.f_globals) == "torch":
+            is_generator = frame.f_code.co_flags & _GENERATOR
+            if not is_generator or _module(frame.f_globals) == "torch":
                 with suppress(RuntimeError):  # the frame is still running
                     frame.clear()
 
@@ -283,13 +243,13 @@ def collectives_begun(groups: Sequence[ManagedGroup]) -> dict[str, int]:
     return counts
 
 
-def longest_wait(group: ManagedGroup) -> float:
+def _longest_wait(group: ManagedGroup) -> float:
     """Longest duration of a collective of the group, in seconds."""
     timeouts = group.current_timeouts().values()
     return max((timeout.total_seconds() for timeout in timeouts), default=0.0) + 10.0
 
 
-def seconds_of(given: timedelta | float | None) -> float | None:
+def _seconds(given: timedelta | float | None) -> float | None:
     """Read ``timeout``. Raises InvalidOptionError."""
     if given is None:
         return None
@@ -307,28 +267,8 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
         job.creation_stores = job.creation_stores.replaced()
     for group in op.changes.groups:
         c10d.close_coalescing(group.proxy)
-    _shut_connections(op, job)
     abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object
-
-
-def _shut_connections(op: Operation, job: Job) -> None:
-    """Make the pending collectives of gloo groups fail, here and on their peers. Local."""
-    parts = [g.communicator if g.is_live else g.kept for g in op.changes.groups]
-    inner = [part for part in parts if part is not None]
-    unseen = len(op.changes.groups) - len(inner) + len(job.unfinished)  # those being created, too
-    given, shut = [inner], threading.Event()
-    del inner, parts  # the thread that aborts a group must hold its last reference
-
-    def run() -> None:
-        try:
-            connections = c10d.shut_connections(given.pop(), max(0, unseen))
-        finally:
-            shut.set()
-        c10d.await_peers(connections, _PEERS_S)
-
-    Task(run, "shut")
-    shut.wait(_SHUT_S)
 
 
 def _agree(op: Operation, job: Job) -> None:
@@ -339,11 +279,9 @@ def _agree(op: Operation, job: Job) -> None:
         op.do("agreed", gather, "reading the reports of all ranks")
     op.barrier("agreed")
     agreed = json.loads(rendezvous.summary(seconds))
-    op.changes.generation, op.changes.position = agreed["generation"], Position(*agreed["position"])
-    op.changes.replaced = tuple(agreed["replaced"])
+    op.changes.generation = agreed["generation"]
     left_out = {n: Chosen(frozenset(names), o) for n, (names, o) in agreed["left out"].items()}
     op.changes.leave_out(left_out)
-    op.record.replaced = tuple(agreed["new"])
     op.record.faults = tuple(
         replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )
@@ -361,22 +299,14 @@ def _summary(reports: Sequence[str]) -> str:
         late = [key.split("/")[0] for key, begun in report["begun"].items() if begun < most[key]]
         if late or report["fault"]["reason"]:
             faults.append({**report["fault"], "late": late})
-    furthest = max(report["position"] for report in read)
-    new = [report["fault"]["rank"] for report in read if report["replaces"]]
-    replaced: set[int] = set()
     left_out: dict[str, Any] = {}  # by any rank: a failed operation may not be counted on all
     for report in read:
         left_out.update(report["left out"])
-        if report["position"][:2] == furthest[:2]:
-            replaced.update(report["replaced"])
-    faults.sort(key=lambda fault: (fault["repeats"], not fault["late"], fault["rank"]))
+    faults.sort(key=lambda fault: (not fault["late"], fault["rank"]))
     return json.dumps(
         {
             "generation": max(report["generation"] for report in read) + 1,
             "faults": faults[:_MOST],
-            "position": furthest,
-            "new": new,
-            "replaced": sorted(replaced.union(new)),
             "left out": left_out,
         }
     )

@@ -8,7 +8,6 @@ Nothing here uses a collective, since the groups may be released.
 ``decision``       the decision of a barrier, and the error that each rank raises for it
 ``plan``           a rank's plan for an operation, as a value that ranks compare
 ``peers``          the ranks on this host: which of them have ended
-``predecessor``    whether this process replaces one that has ended
 ``store_client``   separate store clients with a timeout for each request
 ``worker_thread``  blocking calls in threads that can be abandoned, and deadlines
 =================  ===============================================================================

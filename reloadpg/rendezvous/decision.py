@@ -102,11 +102,11 @@ class Decision:
             return PeerFailedError(f"{operation}: {text}", rank=self.rank, phase=phase)
         if self.kind == "cancelled":
             return PeerFailedError(
-                f"{operation}: rank {self.rank} was interrupted in a step and will not take part "
+                f"{operation}: rank {self.rank} was interrupted and will not take part "
                 f"in a recovery: {self.text}. See reloadpg.status(). Restart the job, or call "
                 "reloadpg.recovery.recover() on all ranks.",
                 rank=self.rank,
-                phase="step",
+                phase=phase,
             )
         if self.kind == "failed":
             how = "died" if self.rank in self.dead else "failed"
@@ -141,10 +141,10 @@ class Decision:
 
     def _remedy(self, operation: str) -> str:
         if self.dead:
-            return _replace(operation)
+            return "restart the job"
         if self.silent:
             return (
-                f"if {named_ranks(self.silent)} ended, {_replace(operation)}; otherwise "
+                f"if {named_ranks(self.silent)} ended, restart the job; otherwise "
                 f"{_next_step(operation)}"
             )
         return f"once the cause on rank {self.rank} is removed, {_next_step(operation)}"
@@ -179,7 +179,7 @@ class Decision:
             )
         steps = f" Find out why they are delayed, then {_next_step(operation)}"
         if self.missing:
-            steps += f"; if {named_ranks(self.missing)} ended, {_replace(operation)}"
+            steps += f"; if {named_ranks(self.missing)} ended, restart the job"
         if name in TIMEOUT_SETTING:
             steps += f"; if they only need longer, raise {TIMEOUT_SETTING[name]}"
         return RendezvousTimeoutError(
@@ -200,7 +200,7 @@ def store_silent(
         f"{operation}: rank {rank} waited {seconds:g} s in phase {phase!r}, and the rendezvous "
         f"store does not respond; it is unknown whether {named_ranks(unknown)} arrived. Its "
         "server, usually in rank 0's process or the launcher's agent, has ended or is unreachable. "
-        f"Restart the job.{_host(operation)}",
+        "Restart the job.",
         phase=phase,
         seconds=seconds,
         arrived=1,
@@ -213,31 +213,10 @@ def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
     return ReloadpgError(
         f"{operation}, phase {phase!r}: the rendezvous store is lost: {cause}. Its server, usually "
         "in rank 0's process or the launcher's agent, has ended. Restart the job."
-        f"{_host(operation)}"
-    )
-
-
-def _replace(operation: str) -> str:
-    if operation.split()[0] in ("offload", "reload", "recover"):
-        return (
-            "restart the job, or only that process if the job is recoverable: it then joins the "
-            "next recover() with reloadpg.recovery.rejoin()"
-        )
-    return "restart the job"
-
-
-def _host(operation: str) -> str:
-    if operation not in ("recover", "step"):
-        return ""
-    return (
-        " The process that hosts the store cannot be replaced. If the store is in another process, "
-        "every rank can (docs/recovery.md)."
     )
 
 
 def _next_step(operation: str) -> str:
     if operation == "exit":  # of a scope, which aborts this rank's groups when it raises
         return "restart the job: its process groups are aborted"
-    if operation == "step":  # of retrying()
-        return "call reloadpg.recovery.recover() on all ranks"
     return f"call {operation.split()[0]}() again on all ranks"

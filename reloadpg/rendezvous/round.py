@@ -387,11 +387,7 @@ class Rendezvous(Session):
 
         Its barriers are ``phases``. Those in ``optional`` are omitted unless a rank requests them
         at the first one. ``seconds`` is the timeout: seconds without progress.
-
-        Raises:
-            ReloadpgError: this process has to rejoin the job first.
         """
-        self.check_rejoined(operation)
         self._client.reserve()
         with self._stepping:
             self.state = self.state.open(tuple(phases), tuple(optional))
@@ -401,23 +397,22 @@ class Rendezvous(Session):
         """Request a recovery of all ranks, or join the requested one. Local, with a timeout.
 
         From then on, :meth:`recovery_requested` is true on ranks that have not joined it. Ranks
-        that wait at a barrier of an earlier epoch read the request there. Two kinds of barriers
-        end immediately: the first one of the operation that this rank would begin next, and those
-        of a recovery in which this process' predecessor took part. ``reason`` is for ranks that
+        that wait at a barrier of an earlier epoch read the request there. The first barrier of the
+        operation that this rank would begin next ends immediately. ``reason`` is for ranks that
         wait elsewhere, and ``report`` for :meth:`gather`.
 
         Raises:
-            PeerFailedError: a rank was interrupted in a step, of which this one has not known. It
-                takes part in no recovery yet.
+            PeerFailedError: a rank was interrupted before it took part in a recovery, of which this
+                one has not known. It takes part in no recovery yet.
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
-        event, epoch = Recover(reason, report, tuple(phases), self.replaces), self.state.epoch
+        event, epoch = Recover(reason, report, tuple(phases), False), self.state.epoch
         self.drive(event, Wait("recover", min(seconds, _REQUEST_S), "flag"))
         if self.state.epoch == epoch and not self.alone:
             noted, size = self.state.noted, self.size
             raise noted.error("recover", ENTER, seconds=seconds, rank=self.rank, size=size)
-        self.peers.forget()  # a process that has ended may be replaced
+        self.peers.forget()
         return Round(self, "recover", seconds)
 
 

@@ -21,7 +21,6 @@ from ..settings import GRACE
 from ..texts import named_ranks
 from .decision import Decision, store_lost, store_silent
 from .peers import Peers
-from .predecessor import LOST, Predecessor, process_mark
 from .protocol import (
     Arrive,
     Close,
@@ -84,8 +83,6 @@ class Session:
         root: returns the store; None for a rank without peers.
         rank: this rank.
         size: number of ranks.
-        predecessor: the process that this one replaces in a running job, if any.
-        marks: whether to write the marks by which a later process can replace this one.
         watches: whether to watch the processes on this host.
         counts: whether this process will count the job; one that is refused while it starts takes
             it for the first one on its store.
@@ -93,7 +90,6 @@ class Session:
     Attributes:
         alone: whether this rank has no peers.
         recovered: number of the last completed recovery; 0 before the first.
-        replaces: whether this process replaces another one and has not rejoined the job.
         peers: the ranks of this host.
         state: this rank's state of the protocol. Its ``instance`` is the number of this job on its
             store, equal on all ranks and 0 before the job is counted.
@@ -105,8 +101,6 @@ class Session:
         rank: int,
         size: int,
         *,
-        predecessor: Predecessor | None = None,
-        marks: bool = False,
         watches: bool = False,
         counts: bool = True,
     ) -> None:
@@ -114,20 +108,14 @@ class Session:
         self.size = size
         self.alone = root is None
         self.recovered = 0
-        self.replaces = predecessor is not None
         self._root = root
         self._client = StoreClient(root, self._join)
         self._stepping = threading.Lock()  # held for one protocol step, never during I/O
         self._joining: threading.Event | None = None
         self.peers = Peers(rank, watches=watches and root is not None)
         members = tuple(range(size)) if root is not None else (rank,)
-        mark = process_mark() if marks else ""
         instance = 0 if counts else 1
-        self.state = State(rank, members, host=self.peers.host, mark=mark, instance=instance)
-        if predecessor is not None:
-            self.state = self.state._replace(
-                instance=predecessor.instance, confirmed=True, epoch=predecessor.epoch
-            )
+        self.state = State(rank, members, host=self.peers.host, instance=instance)
         self._last = 0
         self._ask_again = 0.0
         self._silent_s = 0.0
@@ -140,17 +128,11 @@ class Session:
         return wait_seconds(GRACE) + 2 * self.pause_s
 
     @classmethod
-    def of_world(
-        cls: type[_S],
-        world: ProcessGroup,
-        *,
-        predecessor: Predecessor | None = None,
-        marks: bool = False,
-    ) -> _S:
+    def of_world(cls: type[_S], world: ProcessGroup) -> _S:
         """Return that of the job with the default group ``world``. Local."""
         root = c10d.root_store_of_job(world) if c10d.has_peers() else None
         rank, size = world.rank(), world.size()
-        return cls(root, rank, size, predecessor=predecessor, marks=marks, watches=True)
+        return cls(root, rank, size, watches=True)
 
     # -- the job ----------------------------------------------------------------------------
 
@@ -173,16 +155,8 @@ class Session:
         return [] if self.alone else [self._client.connect()]
 
     def end(self) -> None:
-        """Write to the store that this rank has ended the job. Waits a limited time."""
+        """End this rank's part in the job. Local."""
         self.peers.forget()
-        if self.state.mark and not self.alone:
-            with suppress(RuntimeError):
-                self.ask(lambda store: store.set(f"ended/{self.rank}", "1"), Wait("end", _FLAG_S))
-
-    def lose_state(self, reason: str) -> None:
-        """Write that the job cannot continue, for its launcher. Waits a limited time."""
-        with suppress(RuntimeError):
-            self.ask(lambda store: store.set(LOST, reason), Wait("lost", NOTIFY_S))
 
     def _join(self, root: Store) -> None:
         """Count this job, unless that is done, by one thread at a time. Blocking."""
@@ -230,15 +204,6 @@ class Session:
 
     # -- operations -------------------------------------------------------------------------
 
-    def check_rejoined(self, operation: str) -> None:
-        """Raise if this process replaces another one and has not rejoined. Local."""
-        if self.replaces:
-            raise ReloadpgError(
-                f"{operation}: this process replaces one of rank {self.rank} that has ended, and "
-                "has not rejoined the job; nothing was changed. Call "
-                "reloadpg.recovery.rejoin() first, once all groups are created."
-            )
-
     def cancel_recovery(self, error: BaseException) -> None:
         """Notify the ranks in a recovery that this one will not take part. Waits a limited time.
 
@@ -250,7 +215,7 @@ class Session:
 
     def complete_recovery(self) -> None:
         """Mark the current recovery as complete on all ranks. Local."""
-        self.recovered, self.replaces = self.state.epoch, False
+        self.recovered = self.state.epoch
 
     def recovery_requested(self, every: float) -> bool:
         """Whether a recovery was requested that this rank has not joined. Local, with a timeout.

@@ -138,12 +138,12 @@ def test_recovery_measures_a_fault_in_both_ways(tmp_path: Path) -> None:
     """In place and with new processes; the weights are equal."""
     figures = figures_of("recovery.py", tmp_path / "figures.json")
     assert {way: len(seconds) for way, seconds in figures["seconds"].items()} == {
-        "retrying": 1,
+        "recover": 1,
         "restart": 1,
     }
     medians = figures["medians"]
     assert min(medians.values()) > 0
-    assert figures["ratio"] == medians["retrying"] / medians["restart"]
+    assert figures["ratio"] == medians["recover"] / medians["restart"]
     assert figures["equal"]
 
 

@@ -23,7 +23,6 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 OTHERS = {
     "_exit": "os",
     "_getframe": "sys",
-    "_fields": "a namedtuple",
     "_replace": "a namedtuple",
     "_pytest": "pytest",
     "_global_process_group_list": "Megatron",

@@ -239,8 +239,7 @@ def test_a_record_is_read_back_with_its_types():
     written = reports.report(
         memory={"before": {"device": 5}, "after": {"device": 3}},
         moments_ms={"before": 0.5},
-        faults=(RankFault(1, "lost", late=("0",), repeats=False),),
-        replaced=(1,),
+        faults=(RankFault(1, "lost", late=("0",)),),
         warnings=("cannot say",),
     )
     assert typed(Report, json.loads(written.to_json())) == written

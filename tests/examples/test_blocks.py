@@ -147,8 +147,6 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("docs/frameworks.md", "offloaded(engine)"): (2, the_hook_of_deepspeed),
     ("docs/trainers.md", "fully_shard(model"): (2, the_reloaded_mesh),
     ("docs/trainers.md", "dcp.async_save("): (2, the_save_during_a_rollout),
-    ("docs/recovery.md", "attempts=3"): (2, the_repeated_steps),
-    ("docs/dead-process.md", "rejoin()"): (2, the_repeated_steps),
     ("docs/recovery.md", "recovery_requested()"): (2, the_repeated_steps),
     ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),

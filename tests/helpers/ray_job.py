@@ -82,40 +82,6 @@ class Trainer:
         dist.destroy_process_group()
 
 
-class Recoverable:
-    """A trainer that continues after one of its ranks was replaced."""
-
-    def train(self, dies: int) -> dict[str, Any]:
-        import signal
-
-        import torch
-        import torch.distributed as dist
-
-        import reloadpg
-
-        reloadpg.install(backends={"gloo"}, recoverable=True)
-        dist.init_process_group("gloo")
-        pair = [dist.new_group(ranks) for ranks in PAIRS][dist.get_rank() % 2]
-        rejoined = reloadpg.recovery.rejoin().changed
-        weight, before, log = torch.zeros(1), torch.zeros(1), []
-        for step in reloadpg.recovery.retrying(range(4)):
-            with step as number:
-                log.append((number, step.replaced))
-                if step.attempt > 1:
-                    weight.copy_(before)
-                if step.replaced:
-                    source = next(r for r in range(RANKS) if r not in step.replaced)
-                    dist.broadcast(weight, source)
-                before = weight.clone()
-                update = torch.tensor([2.0 ** dist.get_rank() * (number + 1)])
-                dist.all_reduce(update, group=pair)
-                if (dist.get_rank(), number, rejoined) == (dies, 2, False):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                dist.all_reduce(update)
-                weight += update
-        return {"rejoined": rejoined, "weight": weight.item(), "log": log}
-
-
 def runs(process: psutil.Process) -> bool:
     """Whether a process is running. An orphan that has ended may remain a zombie."""
     try:

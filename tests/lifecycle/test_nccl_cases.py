@@ -125,20 +125,3 @@ def test_unfinished_collectives_are_those_of_all_recorders(
     assert c10d.unfinished_collectives(9) == [
         f"{name} [3], number 2 of group '0', scheduled" for name in expected
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("NCCL Recv failed in batch operation: remote process exited", True),
-        (
-            "failed to get async error: invalid argument (run with NCCL_DEBUG=WARN for details)",
-            True,
-        ),
-        ("shape mismatch", False),
-    ],
-)
-def test_errors_of_nccl2_are_communication_errors(text: str, expected: bool) -> None:
-    """On torch 2.15 they are plain RuntimeErrors (seen over the stand-ins)."""
-    assert c10d.is_communication_error(RuntimeError(text)) is expected
-    assert not c10d.is_communication_error(NotImplementedError(text))  # another RuntimeError

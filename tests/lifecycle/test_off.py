@@ -54,7 +54,6 @@ def test_every_call_does_nothing(installs: bool, rank: int) -> None:
             reloadpg.offload(wait=False).result(),
             reloadpg.reload(connect="canary"),
             recovery.recover("a test"),
-            recovery.rejoin(),
         ):
             assert not report.changed
             assert report.groups == ()
@@ -63,11 +62,6 @@ def test_every_call_does_nothing(installs: bool, rank: int) -> None:
             assert total.__name__ == "total"
     with reloadpg.offloaded():
         assert total(group) == 2.0  # it is not released
-    steps = []
-    for step in recovery.retrying(range(2)):
-        with step as number:
-            steps.append((number, total()))
-    assert steps == [(0, 2.0), (1, 2.0)]
     found = reloadpg.status()
     assert (found.off, found.installed, found.groups) == (True, False, ())
     reloadpg.uninstall()

@@ -56,7 +56,7 @@ def _why_not() -> str:
 REASON = _why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON or "never")]
 
-OUTAGES = ("step", "commit", "recover")
+OUTAGES = ("step", "recover")
 
 
 class Hosts:
@@ -215,7 +215,7 @@ def test_a_link_that_is_cut_during_a_reload(tmp_path: Path, point: str) -> None:
 
 @pytest.mark.parametrize("addresses", [ADDRESSES, STORE_ADDRESSES], ids=["same", "other"])
 def test_a_link_that_is_down_for_five_seconds(tmp_path: Path, addresses: tuple[str, str]) -> None:
-    """It is down in a step, at its end, or in a recovery: all ranks repeat the failed step.
+    """It is down in a step, or in a recovery: all ranks repeat the failed step.
 
     The store is on the link that goes down, or on another one.
     """

@@ -27,6 +27,7 @@ from helpers.nccl_job import (
     start,
     summed,
 )
+from helpers.repeating import repeat
 
 import reloadpg
 from reloadpg.testing import run_ranks, standins
@@ -233,18 +234,18 @@ class Player:
         return bool(error), state, self.is_right(), error
 
     def _use(self) -> tuple[Any, ...]:
-        attempts, right = 0, False
         self._set_timeout(SHORT)
-        for step in reloadpg.recovery.retrying(range(1)):
-            with step:
-                attempts = step.attempt
-                if attempts > 1:
-                    self._set_timeout(LIMIT)
-                try:
-                    right = self.is_right()
-                finally:  # a call that hangs holds its rank: the others have seen it by now
-                    if attempts > 1 or reloadpg.recovery.recovery_requested():
-                        standins.clear_faults()
+
+        def step(number: int, attempt: int) -> bool:
+            if attempt > 1:
+                self._set_timeout(LIMIT)
+            try:
+                return self.is_right()
+            finally:  # a call that hangs holds its rank: the others have seen it by now
+                if attempt > 1 or reloadpg.recovery.recovery_requested():
+                    standins.clear_faults()
+
+        ((attempts, right),) = repeat(step, 1)
         self._meetings.meet()
         standins.clear_faults()
         self._set_timeout(LIMIT)

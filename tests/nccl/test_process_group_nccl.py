@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.fault_job import Injected
 from helpers.nccl_job import (
     ABORT_LEAVES,
     CAN_SUSPEND,
@@ -25,6 +26,7 @@ from helpers.nccl_job import (
     summed,
     used,
 )
+from helpers.repeating import repeat
 from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
@@ -201,13 +203,13 @@ def go_wrong(rank: int, group: Any, fault: Any) -> None:
         waited = threading.Event()
         for _ in range(int(HANG_S * 10)):
             if reloadpg.recovery.recovery_requested():
-                return
+                raise Injected("rank 0 has requested a recovery")
             waited.wait(0.1)
         raise AssertionError("rank 0 did not detect that rank 1 is late")
-    if rank == 0:
-        dist.distributed_c10d._set_pg_timeout(SHORT, group)
-        if fault != "late":
-            standins.inject(Fault(fault, "collective", rank=0, times=1))
+    # A wait for the device lasts until this timeout, also if the peer has aborted.
+    dist.distributed_c10d._set_pg_timeout(SHORT, group)
+    if rank == 0 and fault != "late":
+        standins.inject(Fault(fault, "collective", rank=0, times=1))
 
 
 @pytest.mark.parametrize("fault", ["late", "async", "fail"])
@@ -222,17 +224,16 @@ def test_a_step_is_repeated_whose_collective_was_aborted(
     start(rank, recoverable=True)
     group: Any = dist.group.WORLD
     summed(None, rank)
-    done = {}
-    for step in reloadpg.recovery.retrying(range(4)):
-        with step as number:
-            if rank == 0:
-                dist.distributed_c10d._set_pg_timeout(LIMIT, group)
-            if (number, step.attempt) == (2, 1):
-                go_wrong(rank, group, fault)
-            tensor = torch.tensor([float(number + rank)]).cuda()
-            dist.all_reduce(tensor)
-        done[number] = step.attempt, tensor.item()
-    assert [*done.values()] == [(1, 1.0), (1, 3.0), (2, 5.0), (1, 7.0)]
+
+    def step(number: int, attempt: int) -> float:
+        dist.distributed_c10d._set_pg_timeout(LIMIT, group)
+        if (number, attempt) == (2, 1):
+            go_wrong(rank, group, fault)
+        tensor = torch.tensor([float(number + rank)]).cuda()
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    assert repeat(step, 4) == [(1, 1.0), (1, 3.0), (2, 5.0), (1, 7.0)]
 
 
 @on_engines(2)
@@ -241,20 +242,21 @@ def test_a_batch_that_fails_does_not_stop_later_collectives(engine: str, rank: i
     start(rank, recoverable=True)
     group: Any = dist.group.WORLD
     summed(None, rank)
-    for step in reloadpg.recovery.retrying(range(1)):
-        with step:
-            dist.distributed_c10d._set_pg_timeout(SHORT if step.attempt == 1 else LIMIT, group)
-            if step.attempt == 1 and rank == 1:
-                standins.inject(Fault("fail", "send", rank=1, times=1))
-            mine, received = torch.tensor([float(rank)]).cuda(), torch.empty(1).cuda()
-            operations = [
-                dist.P2POp(dist.isend, mine, 1 - rank),
-                dist.P2POp(dist.irecv, received, 1 - rank),
-            ]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            seen = summed(None, rank), received.item()
-    assert seen == (3.0, 1.0 - rank)
+
+    def step(number: int, attempt: int) -> tuple[float, float]:
+        dist.distributed_c10d._set_pg_timeout(SHORT if attempt == 1 else LIMIT, group)
+        if attempt == 1 and rank == 1:
+            standins.inject(Fault("fail", "send", rank=1, times=1))
+        mine, received = torch.tensor([float(rank)]).cuda(), torch.empty(1).cuda()
+        operations = [
+            dist.P2POp(dist.isend, mine, 1 - rank),
+            dist.P2POp(dist.irecv, received, 1 - rank),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return summed(None, rank), received.item()
+
+    assert repeat(step, 1) == [(2, (3.0, 1.0 - rank))]
     reloadpg.offload()
     reloadpg.reload()
     assert summed(None, rank) == 3.0  # by a communicator that this thread creates

@@ -357,7 +357,7 @@ FAILED = Decision("failed", 1, text="broken")
         (TIMEOUT, "reload", "rank 2 was in: the rebuild of group 7"),
         (TIMEOUT, "reload", "A missing rank has not called reload()"),
         (TIMEOUT, "reload", "call reload() again on all ranks"),
-        (TIMEOUT, "reload", "or only that process if the job is recoverable"),
+        (TIMEOUT, "reload", "if ranks 1, 3 ended, restart the job"),
         (TIMEOUT, "reload", "raise install(timeout=...)"),
         (TIMEOUT, "barrier 'the data'", "call barrier() again on all ranks"),
         (FAILED, "reload", "call reload() again on all ranks"),
