@@ -30,7 +30,7 @@ from ..rendezvous.worker_thread import Attempt
 from ..settings import as_flag, as_timedelta
 from ..texts import named_ranks
 from .device import Placement, accelerator, choose_placement, parse_backend, parse_device
-from .launchers import identify
+from .launchers import check_group, identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import (
@@ -121,7 +121,10 @@ def init_distributed(
     accelerators, so a difference raises on all ranks.
 
     An existing default group is adopted unchanged: ``owned`` is False, and a warning lists the
-    requested settings that differ. Without ``mesh_dims``, this is local. A reloadable default group
+    requested settings that differ. Without ``mesh_dims``, this is local. A group that contradicts
+    the launcher is an error: the launcher says 2 ranks and the group has one, or this process has
+    another rank in it, as after a library, a notebook or the parent of a forked process has created
+    it. Only a group that is larger than the number of tasks of SLURM or OpenMPI is no contradiction. A reloadable default group
     that was aborted or shut down, and not destroyed, is replaced: all groups are aborted first.
 
     In a world of 1, no group, store or port is created, unless ``backend``, ``mesh_dims`` or
@@ -158,7 +161,7 @@ def init_distributed(
 
     Raises:
         DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: invalid input on this
-            rank; nothing was opened, written or created. All are ValueErrors.
+            rank, or a default group that contradicts the launcher; nothing was opened, written or created. All are ValueErrors.
         DisagreementError: the ranks differ; names ranks and values. Raised on all ranks.
         RendezvousTimeoutError: not all ranks arrived in time; names the missing ranks. A
             TimeoutError.
@@ -181,6 +184,7 @@ def init_distributed(
     _remove_ended_job()
     own, world, mesh = OwnGroups(init_timeout), c10d.world(), None
     if world is not None:
+        check_group()
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
         used = parse_device(device) or _device_of(world)
         if not adopt:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from datetime import timedelta
 
 from ..observability.logs import name_rank_in_records
 from ..settings import as_timedelta
-from .launchers import identify, is_initialized
-from .model import ADDRESS, Variables
+from .launchers import check_group, identify, is_initialized
+from .model import ADDRESS, DistributedEnvironmentError, Variables
 
 TIMEOUT = timedelta(seconds=60000)
 INIT_TIMEOUT = timedelta(minutes=5)
@@ -40,13 +41,19 @@ def ensure_process_group(
         Whether it created the group. If so, the caller must call ``destroy_distributed()``.
 
     Raises:
-        DistributedEnvironmentError: a variable is missing, empty, not a number or out of range.
+        DistributedEnvironmentError: a variable is missing, empty, not a number or out of range; or
+            a default group exists that contradicts the launcher, as in ``init_distributed``.
         DisagreementError, RendezvousTimeoutError, PeerFailedError: as ``init_distributed``.
     """
     name_rank_in_records()
     timeout = as_timedelta(timeout, "timeout")
     init_timeout = as_timedelta(init_timeout, "init_timeout")
-    if is_initialized() or "WORLD_SIZE" not in os.environ:
+    if is_initialized():
+        check_group()
+        return False
+    if "WORLD_SIZE" not in os.environ:
+        with suppress(DistributedEnvironmentError):
+            identify(os.environ)  # warns of variables of unknown launchers
         return False
     read = Variables(os.environ, "torchrun")
     if read.integer("WORLD_SIZE", minimum=1) == 1:

@@ -1,6 +1,6 @@
-"""Launchers: detection of the job that started this process, and the rank before a group exists.
+"""Launchers: a table of those that are known, and the rank before a group exists.
 
-torchrun, LSF's jsrun, OpenMPI and PMI; SLURM has a separate module. Does not import torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from .model import (
     ADDRESS,
@@ -20,23 +21,106 @@ from .model import (
     DistributedEnvironmentError,
     Identity,
     Variables,
-    check_layout,
     ip_of,
     on_nodes_of,
-    port_from_text,
+    port_from_ids,
 )
-from .slurm import from_slurm, is_daemon_step
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ALONE = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-ENV = ("RANK", "WORLD_SIZE", *ADDRESS)
-"""The variables that torch's ``init_method="env://"`` requires."""
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+@dataclass(frozen=True)
+class Launcher:
+    """A row of the table: the names of the variables that a launcher sets for its tasks.
+
+    Attributes:
+        source: name of the launcher.
+        marks: a process that has one of them is a task.
+        required: those that a task must have.
+        rank: number of the task.
+        size: number of tasks.
+        local_rank: number of the task on its node.
+        local_size: number of tasks on the node.
+        tasks_per_node: number of tasks on each node, as ``4(x2),3``.
+        node_rank: number of the node.
+        num_nodes: number of nodes.
+        hosts: hosts of the nodes, as ``rack[1-2]node[08-11,20]-ib,login``.
+        job: identifiers of this run of the launcher, of which the port is derived.
+    """
+
+    source: str
+    marks: tuple[str, ...]
+    required: tuple[str, ...]
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+    tasks_per_node: str = ""
+    node_rank: str = ""
+    num_nodes: str = ""
+    hosts: str = ""
+    job: tuple[str, ...] = ()
+
+
+TORCHRUN = Launcher(
+    source="torchrun",
+    marks=("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    required=("RANK", "WORLD_SIZE", *ADDRESS),  # those of torch's init_method="env://"
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    node_rank="GROUP_RANK",
+    num_nodes="GROUP_WORLD_SIZE",
+)
+SLURM = Launcher(
+    source="slurm",
+    # Not SLURM_NTASKS: the shells of salloc and sbatch have it, too, and would be rank 0 of it.
+    marks=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
+    required=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    local_rank="SLURM_LOCALID",
+    tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
+    node_rank="SLURM_NODEID",
+    hosts="SLURM_STEP_NODELIST",
+    job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+_OPENMPI_NUMBERS = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+OPENMPI = Launcher(
+    source="openmpi",
+    marks=_OPENMPI_NUMBERS,
+    required=_OPENMPI_NUMBERS,
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    job=("PMIX_NAMESPACE",),
+)
+
+UNKNOWN = {
+    "MV2_COMM_WORLD_RANK": ("MV2_COMM_WORLD_SIZE",),
+    "PMI_RANK": ("PMI_SIZE",),
+    "PMIX_RANK": (),
+    "JSM_NAMESPACE_RANK": ("JSM_NAMESPACE_SIZE",),
+    "PET_NODE_RANK": ("PET_NNODES", "PET_NPROC_PER_NODE"),
+    "JOB_COMPLETION_INDEX": (),
+}
+"""Variables of tasks of other launchers: MVAPICH2, Hydra, PMIx, LSF's jsrun, Kubeflow (for
+torchrun), an indexed job of Kubernetes. By the number of the task, the variables that are 1 if it
+is the only one."""
 
 SINGLE = Identity("single", **on_nodes_of(1, 0, 1), address=lambda: (LOOPBACK, 0))
+
+_COUNT = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
+_BRACKET = re.compile(r"\[([0-9]+)[0-9,-]*\]", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
 
 
 def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedEnvironment:
@@ -47,12 +131,10 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
 
     1. torch's variables: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as for
        torchrun and ``init_method="env://"``;
-    2. a SLURM step (before PMI, which srun sets as well); the shell of an allocation is one
-       process;
-    3. LSF's jsrun;
-    4. OpenMPI's mpirun;
-    5. PMI (MPICH, Intel MPI, Cray);
-    6. a single process: rank 0 of 1.
+    2. a SLURM step; the shell of an allocation is one process;
+    3. OpenMPI's mpirun;
+    4. a single process: rank 0 of 1. A warning names the variables if another launcher has set
+       some (PMI, PMIx, MVAPICH2, LSF, ``PET_*``, ``JOB_COMPLETION_INDEX``).
 
     Local and node ranks that are not set are inferred if that is certain: in a world of 1, if the
     ranks meet on the loopback interface, and from another launcher with the same rank and world
@@ -60,12 +142,12 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
     script that exports ``RANK`` and ``WORLD_SIZE`` from SLURM's) must agree with it.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` are each used if set, with any launcher. Otherwise the ranks
-    meet on the first host of the list of SLURM or LSF, at a port derived from the ids of job and
-    step. OpenMPI and PMI provide no address: on one host the ranks meet on the loopback interface;
-    on several, ``MASTER_ADDR`` must be set. A world of 1 has port 0: any free port.
+    meet on the first host of SLURM's list, at a port derived from the ids of job and step. OpenMPI
+    provides no address: on one host the ranks meet on the loopback interface; on several,
+    ``MASTER_ADDR`` must be set. A world of 1 has port 0: any free port.
 
-    Warns if the ranks of a node are not consecutive, and if torch's variables say that this process
-    is alone while another launcher started several (variables that an earlier job has left).
+    Warns if the ranks of a node are not consecutive, and if torch's variables have another rank or
+    world size than SLURM or OpenMPI (variables that an earlier job has left).
 
     Args:
         environ: the variables; ``os.environ`` if None.
@@ -80,76 +162,236 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
 
 def identify(environ: Mapping[str, str]) -> Identity:
     """Return the identity of this process, without the address. Local, pure."""
-    read = Variables(environ, "torchrun")
-    if read.first(*TORCHRUN) is None:
-        return _from_launcher(environ) or SINGLE
+    read = Variables(environ, TORCHRUN.source)
+    if not read.any_of(TORCHRUN.marks):
+        return _from_launcher(environ) or _single(environ)
     own = _from_torch(read)
-    if own is not None and all(name in read for name in ENV):
+    if own is not None and all(name in read for name in TORCHRUN.required):
         return _with_places(own, environ)
     launcher = _from_launcher(environ)
     if launcher is not None:
         _check_agreement(read, launcher)
         return launcher
-    return own or _incomplete(read)
+    if own is None:
+        read.require(TORCHRUN.required, TORCHRUN.marks)
+    return own or SINGLE
+
+
+def _from_torch(read: Variables) -> Identity | None:
+    """The identity from torch's variables, or None if they define no rank.
+
+    ``LOCAL_RANK=0`` alone only selects a device; it does not imply several ranks.
+    """
+    if "WORLD_SIZE" in read and ("RANK" in read or read.integer("WORLD_SIZE", minimum=1) == 1):
+        return _from_row(TORCHRUN, read)
+    alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    if "WORLD_SIZE" in read or "RANK" in read:
+        return None
+    return (
+        SINGLE if all(read.integer(n) == least for n, least in alone.items() if n in read) else None
+    )
 
 
 def _from_launcher(environ: Mapping[str, str]) -> Identity | None:
     """The identity from a launcher other than torchrun, or None."""
-    if is_daemon_step(environ):
-        mpi = _from_mpi(environ, _OPENMPI)
-        if mpi is not None and str(mpi.world_size) != environ["SLURM_STEP_NUM_TASKS"]:
-            return mpi
-    found = (_from_mpi(environ, names) for names in (_LSF, _OPENMPI, _PMI))
-    return from_slurm(environ) or next(filter(None, found), None)
+    rows = [SLURM, OPENMPI]
+    tasks = environ.get("SLURM_STEP_NUM_TASKS")
+    if tasks is not None and tasks == environ.get("SLURM_STEP_NUM_NODES"):
+        # mpirun starts one daemon per node with srun, on every node except its own. The ranks that
+        # a daemon starts inherit its SLURM variables, which describe one task per node.
+        rows.reverse()
+    for row in rows:
+        read = Variables(environ, row.source)
+        if read.any_of(row.marks) or (row is SLURM and _lost_its_step(read)):
+            read.require(row.required)
+            return _from_row(row, read)
+    return None
+
+
+def _lost_its_step(read: Variables) -> bool:
+    """Whether this is a task without the variables of its step, and no second rank 0 of 1.
+
+    A batch script has ``SLURM_PROCID=0`` outside any step.
+    """
+    return "SLURM_PROCID" in read and read.integer("SLURM_PROCID") > 0
+
+
+def _single(environ: Mapping[str, str]) -> Identity:
+    found = []
+    for rank, alone in UNKNOWN.items():
+        sizes = [name for name in alone if name in environ]
+        if (rank in environ or sizes) and not (sizes and all(environ[n] == "1" for n in sizes)):
+            found += [name for name in (rank, *sizes) if name in environ]
+    if found:
+        _warn_of_unknown_launcher(", ".join(f"{name}={environ[name]}" for name in found))
+    return SINGLE
+
+
+@functools.cache  # once: the rank is looked up often
+def _warn_of_unknown_launcher(found: str) -> None:
+    logging.getLogger(__name__).warning(
+        "this process is treated as a job of one, rank 0 of 1, but a launcher that is not known "
+        "here has set %s. If it belongs to a job of several ranks, set RANK, WORLD_SIZE, "
+        "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each of them, or start them with torchrun",
+        found,
+    )
 
 
 def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
     """Add the local and node ranks of another launcher with the same rank and world size."""
-    if own.local_rank is not None and own.local_world_size is not None and own.world_size > 1:
-        return own
     try:
         launcher = _from_launcher(environ)
     except DistributedEnvironmentError:
         return own
-    if launcher is not None and own.world_size == 1 < launcher.world_size:
-        if "TORCHELASTIC_RUN_ID" not in environ:  # torchrun in each task sets it
-            _warn_of_stale_variables(launcher.source, launcher.rank, launcher.world_size)
+    if launcher is None:
         return own
-    if launcher is None or (launcher.rank, launcher.world_size) != (own.rank, own.world_size):
-        return own
-    return replace(
-        own,
-        local_rank=launcher.local_rank if own.local_rank is None else own.local_rank,
-        local_world_size=launcher.local_world_size,
-        node_rank=launcher.node_rank,
-        num_nodes=launcher.num_nodes,
-    )
+    if (launcher.rank, launcher.world_size) == (own.rank, own.world_size):
+        names = ("local_rank", "local_world_size", "node_rank", "num_nodes")
+        unknown = [name for name in names if getattr(own, name) is None]
+        return replace(own, **{name: getattr(launcher, name) for name in unknown})
+    # torchrun in each task sets its run id; a task may also start its ranks itself.
+    starts = (own.local_world_size or 0) * launcher.world_size
+    if "TORCHELASTIC_RUN_ID" not in environ and starts != own.world_size:
+        _warn_of_other_numbers(
+            *(own.rank, own.world_size, launcher.source, launcher.rank, launcher.world_size)
+        )
+    return own
 
 
 @functools.cache  # once: the rank is looked up often
-def _warn_of_stale_variables(source: str, rank: int, world_size: int) -> None:
+def _warn_of_other_numbers(rank: int, size: int, source: str, task: int, tasks: int) -> None:
     logging.getLogger(__name__).warning(
-        "RANK=0 and WORLD_SIZE=1 are set, so this process is a job of one, but %s started it as "
-        "task %d of %d. If it belongs to a job of %d ranks, these variables are left from another "
-        "one: unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before the launcher is called",
-        source,
-        rank,
-        world_size,
-        world_size,
+        "RANK=%d and WORLD_SIZE=%d are set and used, but %s started this process as task %d of "
+        "%d. If it belongs to a job of %d ranks, these variables are left from another one: unset "
+        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before the launcher is called",
+        *(rank, size, source, task, tasks, tasks),
     )
 
 
 def _check_agreement(read: Variables, launcher: Identity) -> None:
-    said = {name: getattr(launcher, name.lower()) for name in TORCHRUN}
+    said = {name: getattr(launcher, name.lower()) for name in TORCHRUN.marks}
     differing = [name for name in said if name in read and read.integer(name) != said[name]]
     if differing:
         listed = ", ".join(f"{name}={read.text(name)!r}, not {said[name]}" for name in differing)
         raise read.error(
             f"The torchrun variables are only partly set: missing "
-            f"{', '.join(name for name in ENV if name not in read)}; the rest contradicts "
-            f"{launcher.source}: {listed}",
-            call=f"Set {', '.join(ENV)}, or unset {', '.join(differing)}.",
+            f"{', '.join(name for name in TORCHRUN.required if name not in read)}; the rest "
+            f"contradicts {launcher.source}: {listed}",
+            call=f"Set {', '.join(TORCHRUN.required)}, or unset {', '.join(differing)}.",
         )
+
+
+# -- a row of the table -----------------------------------------------------------------------
+
+
+def _from_row(row: Launcher, read: Variables) -> Identity:
+    """The identity of a task whose variables for rank and size are set."""
+    world_size = read.integer(row.size, minimum=1)
+    rank = read.below(row.rank, row.size, world_size) if row.rank in read else 0
+    counts: list[int] = []
+    num_nodes = node_rank = local_size = None
+    if row.num_nodes in read:
+        num_nodes = read.integer(row.num_nodes, minimum=1, maximum=world_size)
+    elif row.tasks_per_node in read and row.node_rank in read:
+        counts = _tasks_per_node(row, read, world_size)
+        num_nodes = len(counts)
+    if row.node_rank in read and num_nodes is not None:
+        node_rank = read.below(row.node_rank, row.num_nodes or "number of nodes", num_nodes)
+    if counts and node_rank is not None:
+        local_size = counts[node_rank]
+    elif row.local_size in read:
+        local_size = read.integer(row.local_size, minimum=1, maximum=world_size)
+    elif world_size == 1 or ("MASTER_ADDR" in read and _is_loopback(read.host("MASTER_ADDR"))):
+        local_size = world_size
+    local_rank = None
+    if row.local_rank in read:
+        limit = row.size if local_size is None else row.local_size or f"tasks on node {node_rank}"
+        local_rank = read.below(row.local_rank, limit, local_size or world_size)
+    elif local_size in (1, world_size):
+        local_rank = rank % local_size
+    if local_size is not None:
+        num_nodes = -(-world_size // local_size) if num_nodes is None else num_nodes
+        node_rank = min(rank // local_size, num_nodes - 1) if node_rank is None else node_rank
+        even = num_nodes * local_size == world_size
+        if local_rank is not None and (counts or even):
+            first = sum(counts[:node_rank]) if counts else node_rank * local_size
+            _check_layout(row, rank, local_rank, first)
+    return Identity(
+        source=row.source,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        address=lambda: _address(row, read, world_size, local_size),
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    address = ip_of(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _check_layout(row: Launcher, rank: int, local_rank: int, first: int) -> None:
+    """Warn unless the ranks of a node are consecutive, beginning with ``first``."""
+    if rank != first + local_rank:
+        logging.getLogger(__name__).warning(
+            "%s placed rank %d as local rank %d on a node whose first rank should be %d: the ranks "
+            "of a node are not consecutive, so groups of neighbouring ranks cross nodes; use a "
+            "block distribution",
+            *(row.source, rank, local_rank, first),
+        )
+
+
+def _tasks_per_node(row: Launcher, read: Variables, world_size: int) -> list[int]:
+    """Tasks on each node of the step: ``4(x2),3`` stands for ``[4, 4, 3]``."""
+    text = read.text(row.tasks_per_node)
+    counts: list[int] = []
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise read.error(
+                f"{row.tasks_per_node}={text!r}: {item!r} is not a count as 4 or 4(x2)"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    if sum(counts) != world_size:
+        raise read.error(
+            f"{row.tasks_per_node}={text} sums to {sum(counts)} tasks, but {row.size}={world_size}"
+        )
+    return counts
+
+
+def _address(
+    row: Launcher, read: Variables, world_size: int, local_size: int | None
+) -> tuple[str, int]:
+    """The address that is set, or the one that follows from hosts and job."""
+    if row is TORCHRUN and world_size > 1:
+        read.require(row.required, row.marks)
+    if "MASTER_ADDR" in read:
+        host = read.host("MASTER_ADDR")
+    elif row.hosts in read:
+        host = _first_host(row, read)
+    else:
+        if local_size != world_size:
+            read.require((*row.required, " or ".join(filter(None, (row.hosts, "MASTER_ADDR")))))
+        host = LOOPBACK
+    if "MASTER_PORT" in read:
+        return host, read.port(world_size)
+    if world_size == 1:
+        return host, 0
+    if not all(name in read for name in row.job):
+        read.require((*row.required, " and ".join(row.job) + " or MASTER_PORT"))
+    return host, port_from_ids(*(read.text(name) for name in row.job))
+
+
+def _first_host(row: Launcher, read: Variables) -> str:
+    """The first of the hosts, as ``scontrol show hostnames`` lists them."""
+    text = read.text(row.hosts)
+    host = _BRACKET.sub(r"\1", text).partition(",")[0]
+    if not _NAME.fullmatch(host):
+        raise read.error(f"{row.hosts}={text!r} is not a list of hosts")
+    return host
 
 
 # -- the rank ---------------------------------------------------------------------------------
@@ -162,6 +404,33 @@ def is_initialized() -> bool:
         distributed is not None
         and bool(distributed.is_available())
         and bool(distributed.is_initialized())
+    )
+
+
+def check_group() -> None:
+    """Raise if the default group contradicts the launcher: another size, or another rank.
+
+    Local. A launcher of one process, or none, contradicts no group: a program may start its ranks
+    itself. So may each task of SLURM and OpenMPI: a group that is larger than their job is none
+    either. Variables that define no rank say nothing.
+    """
+    try:
+        launcher = identify(os.environ)
+    except DistributedEnvironmentError:
+        return
+    distributed = sys.modules["torch.distributed"]
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if launcher.world_size == 1 or (rank, size) == (launcher.rank, launcher.world_size):
+        return
+    if launcher.source != TORCHRUN.source and size > launcher.world_size:
+        return
+    raise DistributedEnvironmentError(
+        f"{launcher.source} started this process as rank {launcher.rank} of "
+        f"{launcher.world_size}, but the default group ({distributed.get_backend()}) has it as "
+        f"rank {rank} of {size}: a library, a notebook or the parent of a forked process has "
+        f"created that group. It is unchanged, and no group was created. Call "
+        f"torch.distributed.destroy_process_group() first (in a forked child start the process "
+        f"with spawn), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT to those of the group."
     )
 
 
@@ -197,176 +466,3 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
         return function(*args, **kwargs) if is_rank_zero() else None
 
     return wrapper
-
-
-# -- launchers --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Names:
-    """The variable names of an MPI-like launcher; ``A|B`` means either."""
-
-    source: str
-    numbers: tuple[str, str, str, str]
-    """Rank, size, local rank, local size."""
-    job: tuple[str, ...]
-    """Variables that identify one run of the launcher on its hosts."""
-
-
-def _numbers(prefix: str) -> tuple[str, str, str, str]:
-    return f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
-
-
-_LSF = _Names("lsf", _numbers("JSM_NAMESPACE"), ("LSB_JOBID",))
-_OPENMPI = _Names(
-    "openmpi", _numbers("OMPI_COMM_WORLD"), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-)
-_PMI = _Names(
-    "pmi",
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID|PMI_LOCAL_RANK", "MPI_LOCALNRANKS|PMI_LOCAL_SIZE"),
-    ("PMI_JOBID",),
-)
-
-
-def _from_torch(read: Variables) -> Identity | None:
-    """The identity from torch's variables, or None if they define no rank.
-
-    ``LOCAL_RANK=0`` alone only selects a device; it does not imply several ranks.
-    """
-    if "WORLD_SIZE" not in read:
-        if "RANK" in read:
-            rank = read.integer("RANK")
-            places = dict.fromkeys(("local_rank", "local_world_size", "node_rank", "num_nodes"))
-            return Identity(
-                "torchrun", rank, world_size=0, address=lambda: _incomplete(read), **places
-            )
-        alone = all(read.integer(name) == least for name, least in _ALONE.items() if name in read)
-        return SINGLE if alone else None
-    world_size = read.integer("WORLD_SIZE", minimum=1)
-    if "RANK" not in read and world_size > 1:
-        return None
-    rank = read.below("RANK", "WORLD_SIZE", world_size) if "RANK" in read else 0
-    local_rank, local_size = _local(read, rank, world_size)
-    num_nodes = node_rank = None
-    if "GROUP_WORLD_SIZE" in read:
-        num_nodes = read.integer("GROUP_WORLD_SIZE", minimum=1, maximum=world_size)
-    elif local_size is not None:
-        num_nodes = -(-world_size // local_size)
-    if "GROUP_RANK" in read and num_nodes is not None:
-        node_rank = read.below("GROUP_RANK", "GROUP_WORLD_SIZE", num_nodes)
-    elif local_size is not None and num_nodes is not None:
-        node_rank = min(rank // local_size, num_nodes - 1)
-    full = num_nodes is not None and num_nodes * (local_size or 0) == world_size
-    if full and local_rank is not None and node_rank is not None:
-        first = node_rank * (local_size or 0)
-        check_layout("torchrun", rank=rank, local_rank=local_rank, first=first)
-
-    def address() -> tuple[str, int]:
-        if world_size > 1:
-            read.require(ENV)
-        return read.address(world_size, lambda: LOOPBACK, lambda: 0)
-
-    return Identity(
-        source="torchrun",
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        address=address,
-    )
-
-
-def _incomplete(read: Variables) -> NoReturn:
-    raise read.missing([name for name in ENV if name not in read], (*TORCHRUN, *ADDRESS))
-
-
-def _local(read: Variables, rank: int, world_size: int) -> tuple[int | None, int | None]:
-    """Local rank and local world size; None if neither set nor certain."""
-    local_size = None
-    if "LOCAL_WORLD_SIZE" in read:
-        local_size = read.integer("LOCAL_WORLD_SIZE", minimum=1, maximum=world_size)
-    elif world_size == 1 or ("MASTER_ADDR" in read and _is_loopback(read.host("MASTER_ADDR"))):
-        local_size = world_size
-    if "LOCAL_RANK" in read:
-        if local_size is None:
-            return read.below("LOCAL_RANK", "WORLD_SIZE", world_size), None
-        return read.below("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_size), local_size
-    if local_size == world_size:
-        return rank, local_size
-    return (0 if local_size == 1 else None), local_size
-
-
-def _is_loopback(host: str) -> bool:
-    address = ip_of(host)
-    return host == "localhost" or (address is not None and address.is_loopback)
-
-
-def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:
-    """The identity of a process of one of these launchers, or None.
-
-    The shell of an LSF job, which has ``LSB_JOBID`` but no task number, is not a task.
-    """
-    read = Variables(environ, names.source)
-    if read.first(*(part for name in names.numbers for part in name.split("|"))) is None:
-        return None
-    read.require(names.numbers)
-    rank_name, size_name, local_name, local_size_name = (
-        read.first(*name.split("|")) or name for name in names.numbers
-    )
-    world_size = read.integer(size_name, minimum=1)
-    rank = read.below(rank_name, size_name, world_size)
-    local_size = read.integer(local_size_name, minimum=1, maximum=world_size)
-    local_rank = read.below(local_name, local_size_name, local_size)
-    place = on_nodes_of(local_size, rank, world_size) | {"local_rank": local_rank}
-    if place["num_nodes"] * local_size == world_size:
-        first = place["node_rank"] * local_size
-        check_layout(names.source, rank=rank, local_rank=local_rank, first=first)
-    return Identity(
-        names.source,
-        **place,
-        address=lambda: read.address(
-            world_size,
-            lambda: _derived_host(read, names, world_size=world_size, local_size=local_size),
-            lambda: _derived_port(read, names, world_size=world_size),
-        ),
-    )
-
-
-def _derived_host(read: Variables, names: _Names, *, world_size: int, local_size: int) -> str:
-    """The ranks' host if they share one; otherwise, the first host of LSF's list."""
-    if local_size == world_size:
-        return LOOPBACK
-    host = _lsf_host(read) if names is _LSF else ""
-    if not host:
-        read.require((*names.numbers, "MASTER_ADDR"))
-    return host
-
-
-def _derived_port(read: Variables, names: _Names, *, world_size: int) -> int:
-    if world_size == 1:
-        return 0
-    # Two runs in one job share jsrun's job id; PMIx identifies the run.
-    wanted = dict.fromkeys((*names.job, "PMIX_NAMESPACE"))
-    ids = [read.text(name) for name in wanted if name in read]
-    if not ids:
-        read.require((*names.numbers, "|".join((*names.job, "MASTER_PORT"))))
-    return port_from_text(*ids)
-
-
-def _lsf_host(read: Variables) -> str:
-    """The first compute host of an LSF job.
-
-    ``LSB_MCPU_HOSTS`` is ``host slots host slots ...``. With jsrun the first entry is the launch
-    node, with one slot and no task, when compute hosts follow.
-    """
-    if "LSB_MCPU_HOSTS" not in read:
-        return ""
-    words = read.text("LSB_MCPU_HOSTS").split()
-    pairs = list(zip(words[::2], words[1::2], strict=False))
-    if len(words) % 2 or not all(slots.isdecimal() for _, slots in pairs):
-        raise read.error(f"LSB_MCPU_HOSTS={' '.join(words)!r} is not pairs of host and slots")
-    if len(pairs) > 1 and int(pairs[0][1]) == 1:
-        pairs = pairs[1:]
-    return pairs[0][0]

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -96,8 +96,8 @@ class DistributedEnvironment(_Place):
     """Identity of a process in its job: a plain value.
 
     Attributes:
-        source: source of all fields: ``torchrun``, ``slurm``, ``lsf``, ``openmpi``, ``pmi``,
-            ``single``, or ``process_group`` for a group created by other means.
+        source: source of all fields: ``torchrun``, ``slurm``, ``openmpi``, ``single``, or
+            ``process_group`` for a group created by other means.
         rank: number of this process, from 0 to ``world_size - 1``.
         local_rank: number of this process on its node; None if unknown.
         world_size: number of processes of the job.
@@ -201,20 +201,13 @@ class DistributedEnvironment(_Place):
 
 @dataclass(frozen=True)
 class Identity(_Place):
-    """Identity of a process without the address, which ``address`` returns where it is needed.
-
-    The world size is 0 if it is unknown; ``address`` then raises.
-    """
+    """Identity of a process without the address, which ``address`` returns where it is needed."""
 
     address: Callable[[], tuple[str, int]]
 
     def environment(self, *, has_store: bool = False) -> DistributedEnvironment:
         """Return the identity with its address; with ``has_store`` none is needed. Local."""
         host, port = (LOOPBACK, None) if has_store else self.address()
-        if not self.world_size:
-            raise DistributedEnvironmentError(
-                "WORLD_SIZE is not set. Nothing was opened or written. Set it."
-            )
         place = {field.name: getattr(self, field.name) for field in fields(_Place)}
         return DistributedEnvironment(**place, master_addr=host, master_port=port)
 
@@ -287,32 +280,28 @@ class Variables:
         remedy = call or f"Correct it, or unset the {self.source} variables."
         return DistributedEnvironmentError(f"{what}. Nothing was opened or written. {remedy}")
 
-    def require(self, names: Iterable[str]) -> None:
-        """Raise unless all ``names`` are set, and list the missing ones.
+    def require(self, names: Iterable[str], others: Iterable[str] = ()) -> None:
+        """Raise unless all ``names`` are set; list those that are missing, and those that are set.
 
-        ``"A|B"`` means either of two names.
+        Args:
+            names: the variables; a text that is no name of one, such as ``A or B``, is missing.
+            others: further variables that belong to them.
         """
-        wanted = tuple(names)
-        missing = [n for n in wanted if not any(part in self for part in n.split("|"))]
-        if missing:
-            raise self.missing(missing, (part for n in wanted for part in n.split("|")))
-
-    def missing(
-        self, missing: Sequence[str], others: Iterable[str] = ()
-    ) -> DistributedEnvironmentError:
-        """An error that lists missing variables, and the values of ``others`` that are set."""
-        present = [name for name in others if name in self]
-        listed = ", ".join(name.replace("|", " or ") for name in missing)
+        wanted = list(names)
+        missing = [name for name in wanted if name not in self]
+        if not missing:
+            return
+        present = dict.fromkeys(name for name in (*others, *wanted) if name in self)
         seen = ", ".join(f"{name}={self._environ[name]!r}" for name in present)
-        return self.error(
-            f"The {self.source} variables are only partly set: missing {listed}"
+        raise self.error(
+            f"The {self.source} variables are only partly set: missing {', '.join(missing)}"
             + (f"; set are {seen}" if seen else ""),
             call="Set the missing ones, or unset all of them.",
         )
 
-    def first(self, *names: str) -> str | None:
-        """The first of ``names`` that is set, or None."""
-        return next((name for name in names if name in self), None)
+    def any_of(self, names: Iterable[str]) -> bool:
+        """Whether one of them is set."""
+        return any(name in self for name in names)
 
     def text(self, name: str) -> str:
         """A value that is not empty."""
@@ -324,22 +313,24 @@ class Variables:
     def host(self, name: str) -> str:
         """A host name or address without a port."""
         value = self.text(name)
+        inner = value.removeprefix("[").removesuffix("]")
+        if value == f"[{inner}]" and ip_of(inner) is not None:
+            raise self.error(f"{name}={value!r} has brackets", f"Set it to {inner}, without them.")
         if not _HOST.fullmatch(value) or (":" in value and ip_of(value) is None):
             raise self.error(f"{name}={value!r} is not a host name or address")
         return value
 
-    def address(
-        self, world_size: int, host: Callable[[], str], port: Callable[[], int]
-    ) -> tuple[str, int]:
-        """The address that the user set; ``host`` and ``port`` derive missing parts.
-
-        A world of 1 may have port 0.
-        """
-        lowest = min(1, world_size - 1)
-        found = self.host("MASTER_ADDR") if "MASTER_ADDR" in self else host()
-        if "MASTER_PORT" in self:
-            return found, self.integer("MASTER_PORT", minimum=lowest, maximum=65535)
-        return found, port()
+    def port(self, world_size: int) -> int:
+        """``MASTER_PORT``, which may be 0 in a world of 1."""
+        value = self.text("MASTER_PORT")
+        if "://" in value:
+            raise self.error(
+                f"MASTER_PORT={value!r} is an address: Kubernetes sets this variable in the pods "
+                f"of a namespace that has a service named 'master'",
+                "Set MASTER_PORT to the number of the port in the pod's env, rename the service, "
+                "or set enableServiceLinks: false in the pod's spec.",
+            )
+        return self.integer("MASTER_PORT", minimum=min(1, world_size - 1), maximum=65535)
 
     def integer(self, name: str, *, minimum: int = 0, maximum: int | None = None) -> int:
         """A decimal number in ``minimum..maximum``, without ``+``, blanks or underscores."""
@@ -369,29 +360,13 @@ def ip_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return None
 
 
-def port_from_ids(job: int, step: int) -> int:
-    """A port in 15000..30000, equal on all ranks of a step. Local, pure.
+def port_from_ids(*ids: str) -> int:
+    """A port in 15000..30000, equal on all ranks of a run of a launcher. Local, pure.
 
-    Below the usual range of ephemeral ports (32768 and up). Two steps of one job have different
-    ports unless their ids differ by a multiple of 15001.
+    Below the usual range of ephemeral ports (32768 and up). Two steps of one job of SLURM have
+    different ports unless their ids differ by a multiple of 15001.
     """
-    return FIRST_PORT + (job * _STRIDE + step) % _PORTS
-
-
-def port_from_text(*ids: str) -> int:
-    """A port in 15000..30000 from ids that are not numbers. Local, pure."""
-    return FIRST_PORT + zlib.crc32("\0".join(ids).encode()) % _PORTS
-
-
-def check_layout(source: str, *, rank: int, local_rank: int, first: int) -> None:
-    """Warn unless the ranks of a node are consecutive, beginning with ``first``. Local."""
-    if rank != first + local_rank:
-        logging.getLogger(__name__).warning(
-            "%s placed rank %d as local rank %d on a node whose first rank should be %d: the ranks "
-            "of a node are not consecutive, so groups of neighbouring ranks cross nodes; use a "
-            "block distribution",
-            source,
-            rank,
-            local_rank,
-            first,
-        )
+    number = 0
+    for one in ids:
+        number = number * _STRIDE + (int(one) if one.isdecimal() else zlib.crc32(one.encode()))
+    return FIRST_PORT + number % _PORTS

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 import pytest
 
 from reloadpg.environment import DistributedEnvironmentError, detect_environment
-from reloadpg.environment.launchers import _warn_of_stale_variables
+from reloadpg.environment.launchers import _warn_of_other_numbers, _warn_of_unknown_launcher
 
 TORCHRUN = "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n0 MASTER_PORT=29500"
 STEP = "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=8 SLURM_PROCID=5 SLURM_LOCALID=1"
@@ -16,12 +16,7 @@ NODES = (
     "SLURM_STEP_TASKS_PER_NODE=4(x2)"
 )
 SLURM = f"{STEP} {NODES}"
-THREE = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=8"
 SHELL = "SLURM_JOB_ID=1234 SLURM_NTASKS=8 SLURM_JOB_NODELIST=n[1-2] SLURM_TASKS_PER_NODE=4(x2)"
-JSM = (
-    "LSB_JOBID=77 JSM_NAMESPACE_RANK=5 JSM_NAMESPACE_SIZE=8 JSM_NAMESPACE_LOCAL_RANK=1 "
-    "JSM_NAMESPACE_LOCAL_SIZE=4"
-)
 OMPI1 = (
     "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
     "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=2095316993"
@@ -30,7 +25,6 @@ OMPI2 = (
     "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
     "OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=2095316993"
 )
-PMI = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"
 MEET = "MASTER_ADDR=n0 MASTER_PORT=29500"
 
 SLURM_PORT = 15000 + (1234 * 211) % 15001
@@ -120,6 +114,7 @@ ROWS = [
     Row("WORLD_SIZE=1 and an address under srun", f"{SLURM} WORLD_SIZE=1 {MEET}",
         ["missing RANK", "contradicts slurm: WORLD_SIZE='1', not 8"]),
     Row("RANK and an address", f"RANK=5 {MEET}", ["missing WORLD_SIZE"]),
+    Row("RANK alone", "RANK=5", ["missing WORLD_SIZE, MASTER_ADDR, MASTER_PORT"]),
     Row("LOCAL_RANK=0 alone", "LOCAL_RANK=0", SINGLE),
     Row("torchrun only LOCAL_RANK", "LOCAL_RANK=1", ["missing RANK, WORLD_SIZE"]),
     Row("torchrun without addresses", TORCHRUN + " ~MASTER_ADDR ~MASTER_PORT",
@@ -140,6 +135,11 @@ ROWS = [
     Row("address with port", TORCHRUN + " MASTER_ADDR=h:29500", ["MASTER_ADDR='h:29500'"]),
     Row("torchrun, IPv6 of a link", TORCHRUN + " MASTER_ADDR=fe80::2%eth0",
         ("torchrun", 5, 1, 8, 4, 1, 2, "fe80::2%eth0", 29500)),
+    Row("IPv6 in brackets", TORCHRUN + " MASTER_ADDR=[fd00::2]",
+        ["MASTER_ADDR='[fd00::2]' has brackets", "Set it to fd00::2, without them."]),
+    Row("the port variable of a service in Kubernetes",
+        TORCHRUN + " MASTER_PORT=tcp://10.3.0.1:29500",
+        ["MASTER_PORT='tcp://10.3.0.1:29500'", "service named 'master'", "enableServiceLinks"]),
     Row("node rank out of range", TORCHRUN + " GROUP_RANK=2 GROUP_WORLD_SIZE=2",
         ["GROUP_RANK='2' is not below GROUP_WORLD_SIZE=2"]),
     # -- SLURM
@@ -154,17 +154,6 @@ ROWS = [
         ("slurm", 4, 1, 5, 2, 1, 2, "n1", SLURM_PORT)),
     Row("SLURM node id not given", SLURM + " ~SLURM_NODEID",
         ("slurm", 5, 1, 8, None, None, None, "n1", SLURM_PORT)),
-    Row("SLURM three variables and an address", f"{THREE} {MEET}",
-        ("slurm", 5, 1, 8, None, None, None, "n0", 29500)),
-    Row("SLURM three variables of rank 0", f"{THREE} {MEET} SLURM_PROCID=0 SLURM_LOCALID=0",
-        ("slurm", 0, 0, 8, None, None, None, "n0", 29500)),
-    Row("SLURM three variables", THREE, ["missing SLURM_STEP_NODELIST or MASTER_ADDR"]),
-    Row("SLURM three variables without a port", f"{THREE} MASTER_ADDR=n0",
-        ["missing SLURM_STEP_ID or SLURM_JOB_ID or SLURM_JOBID or MASTER_PORT"]),
-    Row("SLURM three variables that contradict", f"{THREE} {MEET} SLURM_LOCALID=8",
-        ["SLURM_LOCALID='8' is not below SLURM_NTASKS=8"]),
-    Row("SLURM three variables, two set", "SLURM_PROCID=0 SLURM_NTASKS=8",
-        ["missing SLURM_LOCALID"]),
     Row("SLURM step on part of the job",
         f"{SLURM} SLURM_JOB_NODELIST=n[0-9] SLURM_NTASKS=40 SLURM_TASKS_PER_NODE=4(x10)", SLURM_IS),
     Row("SLURM two brackets", f"{SLURM} SLURM_STEP_NODELIST=rack[1-2]node[3-4] "
@@ -183,11 +172,13 @@ ROWS = [
     Row("salloc shell", SHELL, SINGLE),
     Row("sbatch shell", SHELL + " SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0", SINGLE),
     Row("mpirun in a salloc shell", f"{SHELL} {OMPI1}",
-        ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 15684)),
+        ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 22315)),
     Row("a task that lost its step", SHELL + " SLURM_PROCID=7 SLURM_LOCALID=3",
         ["missing SLURM_STEP_ID", "SLURM_PROCID='7'"]),
+    Row("a container without the step's variables", "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=8",
+        ["missing SLURM_STEP_ID, SLURM_STEP_NUM_TASKS; set are SLURM_PROCID='5'"]),
     Row("SLURM without local id", SLURM + " ~SLURM_LOCALID", ["missing SLURM_LOCALID"]),
-    Row("SLURM without job id", SLURM + " ~SLURM_JOB_ID", ["missing SLURM_JOB_ID or SLURM_JOBID"]),
+    Row("SLURM without job id", SLURM + " ~SLURM_JOB_ID", ["missing SLURM_JOB_ID and SLURM_STEP_ID or MASTER_PORT"]),
     Row("SLURM without nodes", f"{SLURM} ~SLURM_STEP_NODELIST", ["missing SLURM_STEP_NODELIST"]),
     Row("SLURM rank too large", SLURM + " SLURM_PROCID=8",
         ["SLURM_PROCID='8' is not below SLURM_STEP_NUM_TASKS=8"]),
@@ -214,35 +205,16 @@ ROWS = [
             [f"SLURM_STEP_NODELIST={nodes.replace('<blank>', ' ')!r}"])
         for nodes in (",", "n[1-2", "n1-2]", "n[[1]]", "n[]", "n[a-b]", "n[1]x<blank>y")
     ),
-    # -- LSF
-    Row("jsrun, launch node first",
-        JSM + " LSB_MCPU_HOSTS=batch5<blank>1<blank>h1<blank>42<blank>h2<blank>42",
-        ("lsf", 5, 1, 8, 4, 1, 2, "h1", 23963)),
-    Row("jsrun, second run of a job",
-        JSM + " LSB_MCPU_HOSTS=h1<blank>4<blank>h2<blank>4 PMIX_NAMESPACE=run2",
-        ("lsf", 5, 1, 8, 4, 1, 2, "h1", 23402)),
-    Row("jsrun one host with one slot", JSM + " LSB_MCPU_HOSTS=h1<blank>1 MASTER_PORT=29500",
-        ("lsf", 5, 1, 8, 4, 1, 2, "h1", 29500)),
-    Row("jsrun odd hosts", JSM + " LSB_MCPU_HOSTS=h1<blank>4<blank>h2", ["not pairs of host"]),
-    Row("jsrun in a job's shell only", "LSB_JOBID=77 LSB_MCPU_HOSTS=n1", SINGLE),
-    Row("jsrun sets OpenMPI's too", f"{JSM} {MEET} {OMPI1}",
-        ("lsf", 5, 1, 8, 4, 1, 2, "n0", 29500)),
-    Row("jsrun on many hosts, none listed", JSM, ["missing MASTER_ADDR"]),
-    Row("jsrun partial", JSM + " ~JSM_NAMESPACE_SIZE", ["missing JSM_NAMESPACE_SIZE"]),
     # -- OpenMPI
-    Row("mpirun, one host", OMPI1, ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 15684)),
+    Row("mpirun, one host", OMPI1, ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 22315)),
     Row("mpirun, two hosts, address", f"{OMPI2} {MEET}",
         ("openmpi", 5, 1, 8, 4, 1, 2, "n0", 29500)),
     Row("mpirun before PMI", f"{OMPI1} PMI_RANK=0 PMI_SIZE=7",
-        ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 15684)),
+        ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 22315)),
     Row("mpirun of 1", OMPI1.replace("SIZE=2", "SIZE=1").replace("RANK=1", "RANK=0"),
         ("openmpi", 0, 0, 1, 1, 0, 1, "127.0.0.1", 0)),
     Row("mpirun without job", OMPI1 + " ~PMIX_NAMESPACE",
-        ["missing PMIX_NAMESPACE or OMPI_MCA_ess_base_jobid or MASTER_PORT"]),
-    # -- PMI
-    Row("hydra with job", PMI + " PMI_JOBID=j1", ("pmi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 20470)),
-    Row("Cray's local names", f"PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 {MEET}",
-        ("pmi", 1, 1, 2, 2, 0, 1, "n0", 29500)),
+        ["missing PMIX_NAMESPACE or MASTER_PORT"]),
 ]  # fmt: skip
 
 
@@ -284,31 +256,71 @@ def test_ranks_that_are_not_consecutive_on_a_node_are_a_warning(
 
 
 STALE = "RANK=0 WORLD_SIZE=1 MASTER_ADDR=n0 MASTER_PORT=29500"
+LARGE = "RANK=5 WORLD_SIZE=16 MASTER_ADDR=n0 MASTER_PORT=29500"
 
 
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (SLURM, "slurm started it as task 5 of 8"),
-        (f"{SLURM} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", "slurm started it as task 5 of 8"),
-        (OMPI1, "openmpi started it as task 1 of 2"),
-        (f"{SLURM} TORCHELASTIC_RUN_ID=none", ""),
-        (SHELL, ""),
-        ("", ""),
+        (f"{STALE} {SLURM}", "RANK=0 and WORLD_SIZE=1 are set and used, but slurm"),
+        (f"{STALE} {SLURM}", "started this process as task 5 of 8"),
+        (f"{STALE} {SLURM} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", "task 5 of 8"),
+        (f"{STALE} {OMPI1}", "openmpi started this process as task 1 of 2"),
+        (f"{LARGE} {SLURM}", "WORLD_SIZE=16 are set and used, but slurm started this process"),
+        (f"{LARGE} WORLD_SIZE=8 RANK=4 {SLURM}", "RANK=4 and WORLD_SIZE=8 are set and used"),
+        (f"{LARGE} RANK=10 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 {SLURM}", ""),
+        (f"{LARGE} {SLURM} TORCHELASTIC_RUN_ID=none", ""),
+        (f"{STALE} {SLURM} TORCHELASTIC_RUN_ID=none", ""),
+        (f"{STALE} {SHELL}", ""),
+        (STALE, ""),
     ],
 )
-def test_a_job_of_one_in_a_step_of_several_tasks_is_a_warning(
+def test_other_numbers_than_those_of_slurm_or_openmpi_are_a_warning(
     environ: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Variables that an earlier job has left. torchrun in each task sets them for a reason.
+    """Variables that an earlier job has left (failure 45). torchrun in each task, and tasks that
+    each start several ranks, set them for a reason.
 
     The warning appears once, since the rank is looked up often.
     """
-    _warn_of_stale_variables.cache_clear()
-    variables = Row("", f"{STALE} {environ}", ()).variables()
+    _warn_of_other_numbers.cache_clear()
+    variables = Row("", environ, ()).variables()
     for _ in range(2):
         found = detect_environment(variables)
-    assert (found.source, found.rank, found.world_size) == ("torchrun", 0, 1)
+    assert found.source == "torchrun"
+    assert found.rank == int(variables["RANK"])
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == bool(said)
     assert all(said in text and "unset RANK" in text for text in warned)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=4",) * 2,
+        ("PMI_RANK=1 PMI_SIZE=4",) * 2,
+        ("PMIX_RANK=1",) * 2,
+        ("JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=4",) * 2,
+        ("PET_NODE_RANK=1 PET_NNODES=2 PET_NPROC_PER_NODE=1",) * 2,
+        ("PET_NNODES=1 PET_NPROC_PER_NODE=4",) * 2,
+        ("JOB_COMPLETION_INDEX=3",) * 2,
+        ("PMI_RANK=0 PMI_SIZE=1", ""),
+        ("PET_NODE_RANK=0 PET_NNODES=1 PET_NPROC_PER_NODE=1", ""),
+        (f"PMI_RANK=1 PMI_SIZE=4 {SLURM}", ""),
+        (f"PMIX_RANK=1 {OMPI1}", ""),
+        (f"PET_NODE_RANK=1 PET_NNODES=2 {TORCHRUN}", ""),
+    ],
+)
+def test_a_task_of_an_unknown_launcher_is_a_warning_that_names_the_variables(
+    environ: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each task would be rank 0 of 1 without a word (failure 45). The warning appears once."""
+    _warn_of_unknown_launcher.cache_clear()
+    variables = Row("", environ, ()).variables()
+    for _ in range(2):
+        found = detect_environment(variables)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == bool(said)
+    if said:
+        assert astuple(found) == SINGLE
+        assert f"has set {said.replace(' ', ', ')}. " in warned[0]

@@ -117,7 +117,7 @@ def test_ports_are_in_range_and_differ_between_steps_and_neighbouring_jobs() -> 
     """15000..30000; the first 200 steps of 70 consecutive jobs share none."""
     for base in (1, 999, 15001, 4294967):
         ports = [
-            port_from_ids(base + job, step)
+            port_from_ids(str(base + job), str(step))
             for job, step in itertools.product(range(70), range(200))
         ]
         assert 15000 <= min(ports) <= max(ports) <= 30000
