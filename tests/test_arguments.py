@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[Any, ...], tuple[Any, ...]
     ),
     "set_seed": (lambda v: set_seed(v), INTEGERS, NO_INTEGERS),
     "process_group_scope": (scope, TIMES, NO_TIMES),
-    "barrier": (lambda v: environment.barrier(v, "x"), TIMES, NO_TIMES),
+    "barrier": (lambda v: environment.barrier("x", timeout=v), TIMES, NO_TIMES),
     "offload(collect)": (lambda v: reloadpg.offload(collect=v), FLAGS, NO_FLAGS),
     "offload(wait)": (lambda v: reloadpg.offload(wait=v), (np.True_, True), NO_FLAGS),
     "reload(wait)": (lambda v: reloadpg.reload(wait=v), (np.True_, True), NO_FLAGS),
@@ -79,7 +79,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[Any, ...], tuple[Any, ...]
     "run_ranks(world_size)": (lambda v: run_ranks(nothing, v), (), NO_INTEGERS),
     "run_ranks(timeout)": (lambda v: run_ranks(nothing, 1, timeout=v), (), NO_TIMES),
     "init_distributed(adopt)": (lambda v: init(adopt=v), (), NO_FLAGS),
-    "init_distributed(stream)": (lambda v: init(stream=v), (), NO_FLAGS),
     "init_distributed(timeout)": (lambda v: init(timeout=v), TIMES[:4], NO_TIMES),
 }
 
@@ -142,7 +141,7 @@ def cycle_each(rank: int, world_size: int, folder: Path) -> None:
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=group)
         assert tensor.item() == group.size()
-    environment.barrier(np.float32(20), "end", groups[0])
+    environment.barrier("end", timeout=np.float32(20), group=groups[0])
     dist.destroy_process_group()
 
 

@@ -48,9 +48,7 @@ if TYPE_CHECKING:  # at run time, __getattr__ resolves the names
     from .model import DistributedEnvironment as DistributedEnvironment
     from .model import DistributedEnvironmentError as DistributedEnvironmentError
     from .model import GroupNotInitializedError as GroupNotInitializedError
-    from .model import MeshDimensionError as MeshDimensionError
     from .network import configure_network_environment as configure_network_environment
-    from .network import detect_ib_interface as detect_ib_interface
     from .store_barrier import barrier as barrier
     from .store_barrier import rank_zero_first as rank_zero_first
     from .teardown import destroy_distributed as destroy_distributed
@@ -63,11 +61,8 @@ _HOMES = {
     "evaluator": "ensure_process_group",
     "launchers": "detect_environment get_rank is_rank_zero rank_zero_only",
     "mesh": "resolve_mesh_dims set_seed",
-    "model": """
-        DistributedEnvironment DistributedEnvironmentError GroupNotInitializedError
-        MeshDimensionError
-    """,
-    "network": "configure_network_environment detect_ib_interface",
+    "model": "DistributedEnvironment DistributedEnvironmentError GroupNotInitializedError",
+    "network": "configure_network_environment",
     "store_barrier": "barrier rank_zero_first",
     "teardown": "destroy_distributed process_group_scope",
 }

@@ -34,6 +34,7 @@ from .launchers import check_group, identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import (
+    Network,
     apply_network,
     interface_in_use,
     published_address,
@@ -106,26 +107,25 @@ def init_distributed(
     mesh_dims: Mapping[str, int] | None = None,
     seed: int | None = None,
     adopt: bool = False,
-    network: Literal["auto", "off"] | Mapping[str, str] = "auto",
+    network: Network = "auto",
     connect: Connect = "eager",
     store: Store | None = None,
-    external_gpu_device_mapping: bool = False,
-    stream: bool = False,
 ) -> DistributedContext:
     """Set up distributed training in this process: default group, device, mesh and seed.
 
     Collective over the job; blocking, with the timeout ``init_timeout``; handles signals while it
     waits. All arguments are validated before a socket is opened. Only the variables of ``network``
     are written to ``os.environ``; they are restored when the groups are destroyed. Before the first
-    collective, the ranks agree through the store on world size, backend, mesh and the assignment of
-    accelerators, so a difference raises on all ranks.
+    collective, the ranks agree through the store on world size, ranks, backend and mesh, so a
+    difference raises on all ranks.
 
     An existing default group is adopted unchanged: ``owned`` is False, and a warning lists the
     requested settings that differ. Without ``mesh_dims``, this is local. A group that contradicts
     the launcher is an error: the launcher says 2 ranks and the group has one, or this process has
     another rank in it, as after a library, a notebook or the parent of a forked process has created
-    it. Only a group that is larger than the number of tasks of SLURM or OpenMPI is no contradiction. A reloadable default group
-    that was aborted or shut down, and not destroyed, is replaced: all groups are aborted first.
+    it. A group that is larger than the number of tasks of SLURM or OpenMPI is no contradiction. A
+    reloadable default group that was aborted or shut down, and not destroyed, is replaced: all
+    groups are aborted first.
 
     In a world of 1, no group, store or port is created, unless ``backend``, ``mesh_dims`` or
     ``store`` asks for a group: a program without a launcher runs as it does without
@@ -144,24 +144,20 @@ def init_distributed(
         seed: passed to ``set_seed`` with the mesh; None sets no seed.
         adopt: an existing group is expected: do not warn about settings that differ.
         network: ``auto`` calls ``configure_network_environment()`` before connecting, and without
-            InfiniBand selects the interface that routes to the rendezvous address; a mapping sets
-            these variables. Both change only unset variables and log one line with the
-            changes. ``off`` sets nothing. Nothing is set if a default group exists, or in a world
-            of 1.
+            InfiniBand selects the interface that routes to the rendezvous address. It changes only
+            unset variables, and logs one line with the changes. ``off`` sets nothing. Nothing is
+            set if a default group exists, or in a world of 1.
         connect: ``eager`` connects the new groups with a small all-reduce on each, within
             ``init_timeout``, so that an unreachable interface is an error now and not a hang in the
             first step. ``canary`` also checks the sums. ``none`` lets the first collective connect,
             for jobs that never use some of the groups.
         store: a store that all ranks have, used in place of an address. It must live as long as
             the job.
-        external_gpu_device_mapping: this rank's device is the first of those that the launcher
-            makes visible: use index 0 instead of the local rank.
-        stream: make a new stream of the device current, as needed to capture CUDA graphs; no
-            effect on a CPU.
 
     Raises:
-        DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: invalid input on this
-            rank, or a default group that contradicts the launcher; nothing was opened, written or created. All are ValueErrors.
+        DistributedEnvironmentError: the launcher's variables are invalid, or contradict the default
+            group; nothing was opened, written or created. A ValueError.
+        InvalidOptionError: an argument is invalid; likewise. A ValueError.
         DisagreementError: the ranks differ; names ranks and values. Raised on all ranks.
         RendezvousTimeoutError: not all ranks arrived in time; names the missing ranks. A
             TimeoutError.
@@ -171,10 +167,9 @@ def init_distributed(
     name_rank_in_records()
     timeout = None if timeout is None else as_timedelta(timeout, "timeout")
     init_timeout = as_timedelta(init_timeout, "init_timeout")
-    settings = validate_network(network)
+    validate_network(network)
     validate(connect, "init_distributed")
-    adopt, stream = as_flag(adopt, "adopt"), as_flag(stream, "stream")
-    first_device = as_flag(external_gpu_device_mapping, "external_gpu_device_mapping")
+    adopt = as_flag(adopt, "adopt")
     if seed is not None:
         seed_for(seed, {}, {}, ())
     if store is not None and not isinstance(store, Store):
@@ -194,25 +189,30 @@ def init_distributed(
             round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
             has = c10d.backend_of(world)
             timeout = timeout or _timeout_of(world) or c10d.default_timeout(has)
-            creation = _Creation(has, dist.get_rank(), sizes, used, timeout, connect, own)
+            creation = _Creation(
+                backend=has,
+                rank=dist.get_rank(),
+                sizes=sizes,
+                device=used,
+                timeout=timeout,
+                connect=connect,
+                own=own,
+            )
             mesh = creation.within(round_)
     else:
         environment = identify(os.environ).environment(has_store=store is not None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
-        local_rank = 0 if first_device else environment.local_rank
-        placement = choose_placement(backend, device, device_id, local_rank)
+        placement = choose_placement(backend, device, device_id, environment.local_rank)
         used = placement.device
         if environment.world_size > 1:
-            apply_network(settings, environment)
+            apply_network(network, environment)
         elif backend is None and sizes is None and store is None:
-            placement.use(stream=stream)
+            placement.use()
             if seed is not None:
                 set_seed(seed)
             return DistributedContext(environment, used, None, owned=False, own=own)
         try:
-            mesh = bring_up(
-                environment, placement, timeout, init_timeout, sizes, connect, store, stream
-            )
+            mesh = bring_up(environment, placement, timeout, init_timeout, sizes, connect, store)
         except BaseException:
             restore_network()
             raise
@@ -244,7 +244,6 @@ def bring_up(
     sizes: Mapping[str, int] | None = None,
     connect: Connect = "none",
     given: Store | None = None,
-    stream: bool = False,
 ) -> DeviceMesh | None:
     """Create the default group and the mesh from valid input. Collective, blocking, with a timeout.
 
@@ -253,7 +252,7 @@ def bring_up(
     if timeout is None:
         timeout = c10d.default_timeout(placement.backend)
     store = open_store(environment, init_timeout, given)
-    placement.use(stream=stream)
+    placement.use()
     rank, size = environment.rank, environment.world_size
     backend, device = placement.backend, placement.device
     # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
@@ -261,9 +260,11 @@ def bring_up(
     root = None if size == 1 else partial(PrefixStore, "barriers", store)
     seconds, difference = init_timeout.total_seconds(), ""
     if root is not None:
-        host, local_rank = socket.gethostname(), environment.local_rank
         place = Place(
-            *(rank, size, host, local_rank, str(device), placement.exclusive()),
+            rank=rank,
+            world_size=size,
+            host=socket.gethostname(),
+            local_rank=environment.local_rank,
             address=published_address(),
         )
         difference = claim_place(store, place, seconds)
@@ -275,7 +276,13 @@ def bring_up(
     if difference:
         round_.disagree("agree", difference)
     creation = _Creation(
-        *(backend, rank, sizes, device, timeout, connect, OwnGroups()),
+        backend=backend,
+        rank=rank,
+        sizes=sizes,
+        device=device,
+        timeout=timeout,
+        connect=connect,
+        own=OwnGroups(),
         addresses=partial(addresses_of, store, size),
     )
 

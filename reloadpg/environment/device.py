@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +12,6 @@ from ..errors import InvalidOptionError
 from ..settings import as_integer
 
 _CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
-
-_VISIBLE = {
-    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
-    "xpu": ("ZE_AFFINITY_MASK",),
-}
-"""Variables that list the visible devices; for other types ``<TYPE>_VISIBLE_DEVICES``."""
 
 
 @dataclass(frozen=True)
@@ -33,35 +24,10 @@ class Placement:
     device_id: torch.device | None
     """The device to bind the default group to, or None."""
 
-    def use(self, *, stream: bool = False) -> None:
-        """Make the device current, and a new stream of it if requested. Local."""
+    def use(self) -> None:
+        """Make the device current. Local."""
         if self.device.type != "cpu":
-            module = torch.get_device_module(self.device.type)
-            module.set_device(self.device.index)
-            if stream:
-                module.set_stream(module.Stream())
-
-    def exclusive(self) -> str:
-        """Return an identifier of the accelerator that only this rank may use. Local.
-
-        It is equal in all processes that see the device. Empty for a CPU, and for backends whose
-        ranks can share a device, such as gloo. The device must be current.
-        """
-        named = parse_backend(self.backend, built=False)
-        if self.device.type == "cpu" or named.get(self.device.type, named.get("")) in _CPU_ONLY:
-            return ""
-        index = self.device.index
-        variables = _VISIBLE.get(self.device.type, (f"{self.device.type.upper()}_VISIBLE_DEVICES",))
-        visible = {name: os.environ[name] for name in variables if os.environ.get(name)}
-        entries = next(iter(visible.values()), "").split(",")
-        entry = entries[index].strip() if len(visible) == 1 and index < len(entries) else ""
-        if entry.startswith("MIG-"):  # a partition has its own identifier
-            return entry
-        uuid = _uuid(self.device)
-        if uuid:
-            return uuid
-        place = entry or " ".join([*visible.values(), str(index)])
-        return f"{socket.gethostname()}:{place}"
+            torch.get_device_module(self.device.type).set_device(self.device.index)
 
 
 def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
@@ -161,14 +127,6 @@ def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:
     if local_rank >= count:
         raise _error(f"local_rank={local_rank} has no {wanted.type} device: {count} are visible")
     return torch.device(wanted.type, local_rank)
-
-
-def _uuid(device: torch.device) -> str:
-    try:
-        properties = torch.get_device_module(device.type).get_device_properties(device.index)
-    except (RuntimeError, AttributeError):
-        return ""
-    return str(getattr(properties, "uuid", "") or "")
 
 
 def _bound(device_id: torch.device | int | None, device: torch.device) -> torch.device | None:

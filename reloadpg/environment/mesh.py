@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, cast
 from ..errors import InvalidOptionError
 from ..settings import as_integer
 from ..texts import did_you_mean
-from .model import MeshDimensionError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,12 +43,12 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
         world_size: number of ranks.
 
     Raises:
-        MeshDimensionError: not a mapping, a misspelt name, a size that is not a positive number or
+        InvalidOptionError: not a mapping, a misspelt name, a size that is not a positive number or
             -1, more than one -1, a world size that is not divisible, or a product that differs from
             the world size. Also a ValueError.
     """
     if not isinstance(dims, Mapping):
-        raise MeshDimensionError(
+        raise InvalidOptionError(
             f"mesh_dims={dims!r} is not a mapping of names to sizes. No group was created. Pass "
             f"for example {{'dp_shard': -1, 'tp': 2}}."
         )
@@ -93,8 +92,8 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
     return resolved or {"dp_shard": world}
 
 
-def _no_mesh(what: str, dims: Mapping[str, int]) -> MeshDimensionError:
-    return MeshDimensionError(
+def _no_mesh(what: str, dims: Mapping[str, int]) -> InvalidOptionError:
+    return InvalidOptionError(
         f"{what} (mesh_dims={dict(dims)}). No group was created. Correct mesh_dims, or set one "
         f"size to -1 to infer it."
     )

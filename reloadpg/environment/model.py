@@ -36,10 +36,6 @@ class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
     """The launcher's variables do not identify this process; nothing was opened or written."""
 
 
-class MeshDimensionError(ReloadpgError, ValueError):
-    """The mesh dimensions do not fit the world size; no group was created."""
-
-
 class GroupNotInitializedError(ReloadpgError):
     """There are several ranks, but this process has no default group."""
 
@@ -107,39 +103,10 @@ class DistributedEnvironment(_Place):
         master_addr: host of the rendezvous store.
         master_port: its port. 0 in a world of 1: any free port, chosen when it is needed. None if
             the ranks meet on a given store.
-
-    Raises:
-        DistributedEnvironmentError: a field is out of range.
     """
 
     master_addr: str = LOOPBACK
     master_port: int | None = 0
-
-    def __post_init__(self) -> None:
-        for name, limit in (
-            ("rank", "world_size"),
-            ("local_rank", "local_world_size"),
-            ("node_rank", "num_nodes"),
-        ):
-            value, bound = getattr(self, name), getattr(self, limit)
-            if value is not None and not 0 <= value < (self.world_size if bound is None else bound):
-                raise self._error(f"{name}={value} is not in 0..{limit}-1 with {limit}={bound}")
-        for name in ("local_world_size", "num_nodes"):
-            value = getattr(self, name)
-            if value is not None and value > self.world_size:
-                raise self._error(f"{name}={value} is above world_size={self.world_size}")
-        if self.master_port is not None and not 0 <= self.master_port <= 65535:
-            raise self._error(f"master_port={self.master_port} is not in 0..65535")
-        if self.master_port == 0 and self.world_size > 1:
-            raise self._error(
-                f"master_port=0 cannot be shared by world_size={self.world_size} processes"
-            )
-
-    def _error(self, what: str) -> DistributedEnvironmentError:
-        return DistributedEnvironmentError(
-            f"{what} ({self.source}). Nothing was opened or written. Correct the launcher's "
-            f"variables or the arguments."
-        )
 
     def variables(self) -> dict[str, str]:
         """Return the variables that torchrun would set for this process. Local.

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import re
-import shutil
 import socket
 import struct
-import subprocess
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import InvalidOptionError
 from ..texts import is_first_of_host
 from .model import DistributedEnvironment, Export, ip_of
 
-Network = Literal["auto", "off"] | dict[str, str]
+Network = Literal["auto", "off"]
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 # InfiniBand verbs, and direct access to devices on the same PCI bridge.
 _INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
 
-_TOOL_SECONDS = 10.0
-# A user's PATH often lacks sbin, where iproute2 is installed.
-_TOOL_PATHS = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 _SIOCGIFADDR = 0x8915
+_SIOCGIFFLAGS = 0x8913
+_RUNNING = 0x01 | 0x40
+"""Flags of an interface: it is up, and it has a carrier."""
+_LINK_LOCAL = "20"
+_NOT_USABLE = 0x08 | 0x40
+"""Flags of an IPv6 address: a failed duplicate, and one that is tentative."""
 _ELSEWHERE = "192.0.2.1"
 """An address of no host (RFC 5737), for which the default route is chosen."""
 _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]+", re.ASCII)
@@ -38,20 +38,28 @@ _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]+", re.ASCII)
 def detect_ib_interface() -> str | None:
     """Return the first InfiniBand interface (named ``ib*``) that is up and has a usable address.
 
-    Local, read-only, with a timeout of 10 s; uses ``ip -json address``. Interfaces are in the
-    kernel's order. Addresses that are link-local, tentative or failed duplicates are not usable.
-    ``ib0.8001@ib0`` is returned as ``ib0.8001``, the name that NCCL and gloo look up.
+    Local, read-only, of Linux. Interfaces are in the kernel's order. Addresses that are link-local,
+    tentative or failed duplicates are not usable.
 
     Returns:
-        The name, or None if there is none, or if the tool is missing or failed.
+        The name, as NCCL and gloo look it up, or None if there is none.
     """
-    for link in _interfaces():
-        name = str(link.get("ifname", "")).partition("@")[0]
-        flags = link.get("flags", [])
-        if not name.startswith("ib") or "UP" not in flags or "LOWER_UP" not in flags:
-            continue
-        if any(_is_usable(address) for address in link.get("addr_info", [])):
+    for _, name in socket.if_nameindex():
+        if name.startswith("ib") and _is_running(name) and _address_of(name) is not None:
             return name
+    return None
+
+
+def _is_running(interface: str) -> bool:
+    """Whether an interface is up and has a carrier."""
+    flags = _asked(interface, _SIOCGIFFLAGS)
+    return flags is not None and struct.unpack("H", flags[16:18])[0] & _RUNNING == _RUNNING
+
+
+def _asked(interface: str, what: int) -> bytes | None:
+    """The kernel's answer about an interface; None if there is none."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), what, struct.pack("256s", interface.encode()[:15]))
     return None
 
 
@@ -75,23 +83,18 @@ def configure_network_environment(
         The changes: value by variable.
     """
     variables = os.environ if environ is None else environ
-    changes = _changes("auto", variables)
+    changes = _changes(variables)
     variables.update(changes)
     return changes
 
 
-def validate_network(network: Any) -> Network:
+def validate_network(network: object) -> None:
     """Check the argument ``network`` of ``init_distributed``. Local, pure."""
-    if network in ("auto", "off"):
-        return network  # type: ignore[no-any-return]
-    if isinstance(network, Mapping) and all(
-        isinstance(part, str) and part for item in network.items() for part in item
-    ):
-        return dict(network)
-    raise InvalidOptionError(
-        f"network={network!r} is neither 'auto' nor 'off' nor a mapping of variables to values. "
-        f"Nothing was started. Pass for example {{'NCCL_SOCKET_IFNAME': 'eth0'}}."
-    )
+    if network not in ("auto", "off"):
+        raise InvalidOptionError(
+            f"network={network!r} is neither 'auto' nor 'off'. Nothing was started. Pass 'off' to "
+            f"set variables such as NCCL_SOCKET_IFNAME yourself."
+        )
 
 
 _applied: list[Export] = []
@@ -101,15 +104,15 @@ _applied: list[Export] = []
 def apply_network(network: Network, environment: DistributedEnvironment) -> None:
     """Set unset variables in ``os.environ``, and log one line with the changes. Local.
 
-    With ``auto`` and without InfiniBand, gloo and NCCL use the interface that routes to the
+    Without InfiniBand, gloo and NCCL use the interface that routes to the
     rendezvous address, unless a variable is preset. Gloo by default uses the address that the host
     name resolves to, which is a loopback address on many machines (vLLM#7074).
     """
     if network == "off":
         return
     export = Export(os.environ)
-    changes = _changes(network, os.environ)
-    if network == "auto" and not any(os.environ.get(n) or n in changes for n in SOCKET_VARIABLES):
+    changes = _changes(os.environ)
+    if not any(os.environ.get(n) or n in changes for n in SOCKET_VARIABLES):
         spans = environment.local_world_size != environment.world_size
         routed = routing_interface(environment.master_addr, other_hosts=spans)
         if routed is not None:
@@ -181,16 +184,14 @@ def _is_local(address: str) -> bool:
 
 def _address_of(interface: str) -> str | None:
     """The first IPv4 address of an interface, or else its IPv6 address in use."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            asked = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
-    except OSError:
-        pass
+    found = _asked(interface, _SIOCGIFADDR)
+    if found is not None and not ip_address(found[20:24]).is_link_local:
+        return socket.inet_ntoa(found[20:24])
     with suppress(OSError), open("/proc/net/if_inet6") as lines:
         for line in lines:
-            digits, _, _, scope, _, name = line.split()
-            if name == interface and scope != "20":  # not link-local
+            digits, _, _, scope, flags, name = line.split()
+            usable = scope != _LINK_LOCAL and not int(flags, 16) & _NOT_USABLE
+            if name == interface and usable:
                 return str(ip_address(bytes.fromhex(digits)))
     return None
 
@@ -201,16 +202,14 @@ def interface_in_use() -> str:
     return " and ".join(sorted(map(str, named))) or "the default interface"
 
 
-def _changes(network: Network, variables: Mapping[str, str]) -> dict[str, str]:
+def _changes(variables: Mapping[str, str]) -> dict[str, str]:
     if variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0" and is_first_of_host():
         logging.getLogger(__name__).warning(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a collective whose peer died will wait "
             "indefinitely. The value is kept; unset it to use torch's default"
         )
     wanted: dict[str, str] = {}
-    if not isinstance(network, str):
-        wanted.update(network)
-    elif "NCCL_SOCKET_IFNAME" not in variables:
+    if "NCCL_SOCKET_IFNAME" not in variables:
         found = detect_ib_interface()
         if found is not None:
             wanted = {"NCCL_SOCKET_IFNAME": found, "GLOO_SOCKET_IFNAME": found, **_INFINIBAND}
@@ -226,30 +225,3 @@ def _is_concrete(name: str) -> bool:
         return False
     existing = [existing for _, existing in socket.if_nameindex()]
     return name in existing or not any(other.startswith(name) for other in existing)
-
-
-def _interfaces() -> list[dict[str, Any]]:
-    tool = shutil.which("ip") or shutil.which("ip", path=os.pathsep.join(_TOOL_PATHS))
-    if tool is None:
-        return []
-    try:
-        done = subprocess.run(
-            [tool, "-json", "address", "show"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TOOL_SECONDS,
-            check=True,
-        )
-        listed = json.loads(done.stdout or "[]")
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        logging.getLogger(__name__).debug("interfaces cannot be listed: %s", error)
-        return []
-    return [link for link in listed if isinstance(link, dict)]
-
-
-def _is_usable(entry: dict[str, Any]) -> bool:
-    address = ip_of(str(entry.get("local", "")))
-    if address is None or entry.get("tentative") or entry.get("dadfailed"):
-        return False
-    return not (address.is_link_local or address.is_loopback or address.is_unspecified)

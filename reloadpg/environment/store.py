@@ -26,15 +26,10 @@ from ..errors import RendezvousTimeoutError
 from ..rendezvous.decision import store_lost, store_silent
 from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
 from ..rendezvous.worker_thread import Task, Wait
-from ..texts import named_ranks
 from .model import DistributedEnvironment
 
 _RESOLVE_S = 1.0
 """Seconds after the timeout to find out, for the message, whether the address resolves."""
-
-_PAUSE_S = 0.1
-"""Seconds between two checks of the clock at the end of a wait. Time in which this process did not
-run is not counted."""
 
 _opened: dict[tuple[int, str, int], tuple[TCPStore, Iterator[int]]] = {}
 """The open stores by process, host and port, each with the numbers of its uses. Kept until the
@@ -159,17 +154,13 @@ def _what_failed(
 
 def _unresolvable(address: str, port: int) -> bool:
     look_up = Task(lambda: socket.getaddrinfo(address, port), "store-address")
-    wait = Wait("init_distributed", _RESOLVE_S, "address")
-    while not look_up.ended:
-        if wait.left == 0:
-            return True
-        with wait.pause(_PAUSE_S) as pause:
-            look_up.wait(pause)
     try:
-        look_up.result()
+        if look_up.wait(_RESOLVE_S):
+            look_up.result()
+            return False
     except (OSError, UnicodeError):  # UnicodeError: not a host name, such as "a..b"
-        return True
-    return False
+        pass
+    return True
 
 
 # -- agreement --------------------------------------------------------------------------------
@@ -180,7 +171,6 @@ class Place:
     """The place of one process in the job.
 
     Attributes:
-        exclusive: identifier of the device that no other rank may use; empty if there is none.
         address: the address that gloo publishes for it, and why; empty if unknown.
         process: identifier of the process.
     """
@@ -189,8 +179,6 @@ class Place:
     world_size: int
     host: str
     local_rank: int | None
-    device: str = "cpu"
-    exclusive: str = ""
     address: str = ""
     process: str = field(default_factory=lambda: uuid4().hex)
 
@@ -203,10 +191,9 @@ def claim_place(store: Store, mine: Place, seconds: float) -> str:
     Returns:
         The difference to the place that another process has taken before; empty if there is none.
     """
-    device = [f"device/{mine.exclusive}"] if mine.exclusive else []
 
     def take(store: Store) -> str:
-        for key in ("first", f"rank/{mine.rank}", *device):
+        for key in ("first", f"rank/{mine.rank}"):
             taken = store.compare_set(f"place/{key}", "", json.dumps(asdict(mine)))
             found = _difference(Place(**json.loads(taken)), mine)
             if found:
@@ -252,14 +239,5 @@ def _difference(one: Place, other: Place) -> str:
         return (
             f"rank {one.rank} was taken by 2 processes: on {', '.join(hosts)}: start each rank "
             f"once, and set a separate MASTER_PORT for each job"
-        )
-    if one.exclusive == other.exclusive != "":
-        ranks = (place.local_rank for place in (one, other))
-        locals_ = ("not set" if rank is None else str(rank) for rank in ranks)
-        return (
-            f"{one.device} on host {one.host} ({one.exclusive}) is the device of "
-            f"{named_ranks((one.rank, other.rank))}, whose local ranks are {', '.join(locals_)}: "
-            f"assign a separate device to each rank, with LOCAL_RANK or through the launcher's "
-            f"visible devices"
         )
     return ""

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore
@@ -77,15 +77,12 @@ def _new_rendezvous(group: ProcessGroup, purpose: str, recovered: int) -> Rendez
     return Rendezvous(lambda: PrefixStore(prefix, find()), rank, size)
 
 
-@overload
 def barrier(
-    timeout: timedelta | float = ..., reason: str = ..., group: ProcessGroup | None = ...
-) -> None: ...
-@overload
-def barrier(
-    reason: str, timeout: timedelta | float = ..., group: ProcessGroup | None = ...
-) -> None: ...
-def barrier(*given: Any, **named: Any) -> None:
+    reason: str = "",
+    *,
+    timeout: timedelta | float = BARRIER_TIMEOUT,
+    group: ProcessGroup | None = None,
+) -> None:
     """Wait until all ranks of a group arrive, or raise an error that names the missing ranks.
 
     Collective over the group, whose ranks must call it in the same order; blocking, with a timeout;
@@ -95,18 +92,21 @@ def barrier(*given: Any, **named: Any) -> None:
     raises the same error. A process without launcher and group returns immediately.
 
     Args:
+        reason: the purpose of the barrier, for the error.
         timeout: how long to wait; a timedelta, or seconds; 60 s by default.
-        reason: the purpose of the barrier, for the error. Timeout and reason may be given by
-            position in either order.
         group: the group; the default group if None. Ranks outside it return immediately.
 
     Raises:
         RendezvousTimeoutError: not all ranks arrived. Names reason, seconds and the missing ranks;
             also a TimeoutError.
         GroupNotInitializedError: several ranks, but no group yet.
-        InvalidOptionError: the timeout or the group is invalid. Also a ValueError.
+        InvalidOptionError: an argument is invalid. Also a ValueError.
     """
-    timeout, reason, group = _arguments(given, named)
+    if not isinstance(reason, str):
+        raise InvalidOptionError(
+            f"barrier(reason={reason!r}) is not a text. Nothing was done. Call for example "
+            f'barrier("after eval", timeout=60, group=group).'
+        )
     seconds = as_timedelta(timeout, "timeout").total_seconds()
     if c10d.is_non_member(group) and group is not None:
         return
@@ -122,32 +122,6 @@ def barrier(*given: Any, **named: Any) -> None:
     round_ = _rendezvouses.of(chosen, "barrier").open(what, ("arrive",), seconds)
     with _in_job_ranks(chosen, what):
         round_.barrier("arrive")
-
-
-def _arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, str, Any]:
-    """Read the arguments of :func:`barrier`: timeout, reason and group."""
-    if given and isinstance(given[0], dist.ProcessGroup):
-        raise InvalidOptionError(
-            "barrier: its first argument is a process group, as for torch.distributed.barrier(). "
-            "Nothing was done. Call for example barrier(timeout=60, group=group)."
-        )
-    order = ["timeout", "reason", "group"]
-    if (given and isinstance(given[0], str)) or (given and "timeout" in named):
-        order = ["reason", "timeout", "group"]
-    for name, value in zip(order, given, strict=False):
-        if name in named:
-            raise TypeError(f"barrier() got several values for the argument {name!r}")
-        named[name] = value
-    unknown = [*set(named) - set(order), *given[3:]]
-    if unknown:
-        raise TypeError(f"barrier() got an unexpected argument: {unknown[0]!r}")
-    reason = named.get("reason", "")
-    if not isinstance(reason, str):
-        raise InvalidOptionError(
-            f"barrier(reason={reason!r}) is not a text. Nothing was done. Call for example "
-            f'barrier("after eval", timeout=60).'
-        )
-    return named.get("timeout", BARRIER_TIMEOUT), reason, named.get("group")
 
 
 def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Round:

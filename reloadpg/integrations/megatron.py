@@ -122,7 +122,7 @@ def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
     state = _parallel_state()
     if not state.is_initialized() and not state._global_process_group_list:
         return 0
-    barrier(timeout, "destroy_model_parallel")
+    barrier("destroy_model_parallel", timeout=timeout)
     return _destroy(state)
 
 

@@ -34,7 +34,7 @@ def main() -> None:
             value = torch.tensor([float(context.environment.rank)])
             dist.all_reduce(value)
             sums.append(value.item())
-        reloadpg.environment.barrier(60, "all are up")
+        reloadpg.environment.barrier("all are up")
         if len(sys.argv) > 2:
             name, other = sys.argv[2:]
             meeting = dist.FileStore(str(folder / "meeting"))

@@ -52,7 +52,9 @@ def test_a_group_of_one_under_a_launcher_of_two_is_an_error_that_names_both(
 SLURM = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")),
     **dict.fromkeys(("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
-    **{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"},
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_LOCALID": "0",
 }
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from reloadpg.environment import MeshDimensionError, resolve_mesh_dims
+from reloadpg.environment import resolve_mesh_dims
 from reloadpg.environment.mesh import MESH_ORDER
+from reloadpg.errors import InvalidOptionError
 
 GOOD = [
     ({}, 1, {"dp_shard": 1}),
@@ -65,7 +66,7 @@ def test_dimensions_that_do_not_fit_the_world_are_refused_with_the_numbers(
     dims: Any, world_size: int, parts: list[str]
 ) -> None:
     """Every error is a ValueError and names dimension and numbers."""
-    with pytest.raises(MeshDimensionError) as caught:
+    with pytest.raises(InvalidOptionError) as caught:
         resolve_mesh_dims(dims, world_size)
     assert isinstance(caught.value, ValueError)
     for part in parts:

@@ -22,12 +22,7 @@ import torch.distributed as dist
 from helpers.in_turn import variables
 
 import reloadpg
-from reloadpg.environment import (
-    configure_network_environment,
-    detect_environment,
-    detect_ib_interface,
-    network,
-)
+from reloadpg.environment import configure_network_environment, network
 
 # A pair of virtual interfaces: the other end must be up too, or there is no carrier. ``ip`` shows
 # such a one as ``ib0@other``.
@@ -57,8 +52,8 @@ INTERFACES = {
     "IPv4 link-local only": (UP.format("ib0", "169.254.3.4/16"), None),
     "IPv6 link-local only": (UP.format("ib0", "fe80::1/64 nodad"), None),
     "IPv6 global": (UP.format("ib0", "fd00:1::1/64 nodad"), "ib0"),
-    "link-local, then usable": (
-        UP.format("ib0", "169.254.3.4/16") + ADDRESS.format("ib0", ADDRESS_4),
+    "IPv4 link-local, IPv6 global": (
+        UP.format("ib0", "169.254.3.4/16") + ADDRESS.format("ib0", "fd00:1::1/64 nodad"),
         "ib0",
     ),
     "another name": (UP.format("eth7", ADDRESS_4), None),
@@ -67,7 +62,7 @@ INTERFACES = {
 
 SCRIPT = """
 import json, os, socket, subprocess, sys
-from reloadpg.environment import configure_network_environment, detect_ib_interface
+from reloadpg.environment.network import configure_network_environment, detect_ib_interface
 
 def run(command):
     subprocess.run(["sh", "-ec", command], check=True)
@@ -136,51 +131,6 @@ def test_the_first_usable_infiniband_interface_is_found_and_used(
     assert seen[name] == [expected, wanted, wanted]
 
 
-def test_without_iproute2_no_interface_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container without iproute2 gets None, not an exception."""
-    monkeypatch.setattr(network.shutil, "which", lambda *_, **__: None)
-    assert detect_ib_interface() is None
-    assert configure_network_environment({}) == {}
-
-
-DUPLICATE = {
-    "ifname": "ib0",
-    "flags": ["UP", "LOWER_UP"],
-    "addr_info": [{"local": "fd00::2", "dadfailed": True}],
-}
-
-
-@pytest.mark.parametrize(
-    "tool",
-    [
-        "#!/bin/sh\nexit 3\n",
-        "#!/bin/sh\necho '{['\n",
-        "not a program",
-        f"#!/bin/sh\necho '{json.dumps([DUPLICATE])}'\n",
-    ],
-    ids=["fails", "nonsense", "no program", "duplicate"],
-)
-def test_no_interface_is_found_if_ip_fails_or_lists_no_usable_one(
-    tool: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bring-up continues without one."""
-    path = os.path.join(str(tmp_path), "ip")
-    with open(path, "w") as file:
-        file.write(tool)
-    os.chmod(path, 0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert detect_ib_interface() is None
-
-
-def test_the_changes_of_several_bring_ups_are_restored() -> None:
-    """A group that torch's own function destroyed has left its variables."""
-    before = dict(os.environ)
-    for name in ("NCCL_FIRST", "NCCL_SECOND"):
-        network.apply_network({name: "1"}, detect_environment({}))
-    network.restore_network()
-    assert dict(os.environ) == before
-
-
 @pytest.mark.parametrize(
     ("preset", "gloo"),
     [
@@ -223,14 +173,12 @@ def test_nccl_error_handling_is_unchanged_and_0_is_a_warning(
 
 FOUND = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0", **INFINIBAND}
 
-MAPPING = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
 PARTLY = {"NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 ENDS = ("context", "exception", "destroy", "failure", "context")
 BRING_UPS: list[tuple[str, object, dict[str, str], dict[str, str]]] = [
     ("ib0", "auto", {}, FOUND),
     ("ib0", "auto", PARTLY, {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "2"}),
     ("ib0", "off", {}, {}),
-    ("ib0", MAPPING, {"NCCL_DEBUG": "INFO"}, dict.fromkeys(network.SOCKET_VARIABLES, "lo")),
     ("eth7", "auto", {}, {}),
     ("eth7", "auto", ROUTED, dict.fromkeys(network.SOCKET_VARIABLES, "eth7")),
     ("eth7", "auto", {**ROUTED, "NCCL_SOCKET_IFNAME": "^lo"}, {}),
@@ -273,7 +221,7 @@ def bring_up(network: Any, end: str, look: Callable[[], None]) -> None:
     context = reloadpg.environment.init_distributed(**options)
     if end == "destroy":
         look()
-        reloadpg.environment.barrier(60, "both have looked")
+        reloadpg.environment.barrier("both have looked")
         reloadpg.environment.destroy_distributed()
         return
     with context:

@@ -302,8 +302,8 @@ def test_an_owned_group_is_ended_by_an_exit_while_offloaded(kind: str, fails: bo
         assert dist.group.WORLD is world
         assert total() == 2
         reloadpg.offload()
-        reloadpg.environment.barrier(LIMIT_S, "while offloaded")
-        reloadpg.environment.barrier(LIMIT_S, "while offloaded", group)
+        reloadpg.environment.barrier("while offloaded", timeout=LIMIT_S)
+        reloadpg.environment.barrier("while offloaded", timeout=LIMIT_S, group=group)
         if fails:
             raise error
     assert not fails or caught.value is error
@@ -387,10 +387,10 @@ def test_peers_that_wait_at_the_exit_of_a_group_are_notified_of_a_failure(rank: 
     ):
         dist.new_group([0, 2])
         dist.new_group([0, 1, 2])
-        reloadpg.environment.barrier(60, "all have created it")
+        reloadpg.environment.barrier("all have created it")
         if rank == 1:
             raise ValueError("inside")
-    reloadpg.environment.barrier(60, "all are out")
+    reloadpg.environment.barrier("all are out")
     assert sizes() == 1
 
 
@@ -398,9 +398,8 @@ def test_peers_that_wait_at_the_exit_of_a_group_are_notified_of_a_failure(rank: 
 def test_a_default_group_that_is_recreated_inside_a_scope_is_destroyed() -> None:
     """The one that existed is gone, and this one was created inside."""
     dist.init_process_group("gloo")
-    reloadpg.environment.barrier(
-        LIMIT_S, "connected"
-    )  # a peer that connects must not lose its other end
+    # A peer that connects must not lose its other end.
+    reloadpg.environment.barrier("connected", timeout=LIMIT_S)
     with reloadpg.environment.process_group_scope(timeout=LIMIT_S):
         dist.destroy_process_group()
         reloadpg.environment.init_distributed(init_timeout=LIMIT_S)

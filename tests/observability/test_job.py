@@ -257,7 +257,7 @@ def test_every_exporter_has_the_operations_of_a_job(rank: int, tmp_path: Path) -
     job = run(rank, tmp_path)
     for check in (check_log, check_status_file, check_trace, check_metrics, check_spans):
         check(job)
-    reloadpg.environment.barrier(60, "all have written")
+    reloadpg.environment.barrier("all have written")
     names = [f"{kind}{one}.json" for kind in ("rank-", "trace-rank-", "trace-rank") for one in "01"]
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(names)  # no partial files
     ranks = [operations_of(events(tmp_path / f"trace-rank{one}.json")) for one in (0, 1)]
