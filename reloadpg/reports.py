@@ -133,7 +133,7 @@ class Report:
 
     Attributes:
         changed: False if there was nothing to do.
-        generation: number of completed reloads of the job, of any set.
+        generation: number of completed reloads of the job, of any set. A recovery counts as one.
         groups: the groups that were released or rebuilt, in order of completion.
         spans: phases and waits, in order of completion; ``wait.*`` is time spent waiting for other
             ranks.
@@ -326,7 +326,9 @@ class GroupStatus:
         ranks: global ranks of its members.
         backend: the backend string that it was created with.
         state: ``live``, ``offloaded`` or ``failed``.
-        generation: the job's number of reloads when its communicator was built.
+        generation: the job's number of reloads, of any set, when its communicator was built; 0 if
+            the original call has built it. It changes with each rebuild, and is not their number:
+            a group that is created after one reload has 2 after its first rebuild.
         timeout_s: its current timeout in seconds; None if its backend has none.
         last_error: why it failed; empty if it did not.
         strategy: strategy of the last release; empty before the first one.
@@ -431,7 +433,7 @@ class Status:
         initialized: whether a default group exists.
         rank, world_size: in the default group, None before it exists.
         state: ``live``, ``offloaded`` or ``failed``: the worst state of the groups.
-        generation: number of completed reloads, of any set.
+        generation: number of completed reloads of the job, of any set. A recovery counts as one.
         cycles: number of completed offloads, of any set.
         options: the options of ``install``.
         groups: the reloadable groups, WORLD first.

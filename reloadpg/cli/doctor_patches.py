@@ -142,12 +142,20 @@ def import_of_script(script: Path) -> Iterator[Finding]:
     try:
         tree = ast.parse(script.read_bytes(), str(script))
     except (OSError, SyntaxError, ValueError) as error:
-        yield Finding("script", "problem", f"{script} cannot be read: {error}", "correct it")
+        remedy = "correct it"
+        if isinstance(error, SyntaxError) and _is_shell(script):
+            remedy = "this is a shell script: name the Python program that it starts"
+        yield Finding("script", "problem", f"{script} cannot be read: {error}", remedy)
         return
     directory = str(script.absolute().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)  # as the interpreter does for a script
     yield from import_modules(list(dict.fromkeys(_imported(tree.body))))
+
+
+def _is_shell(script: Path) -> bool:
+    first, _, _ = script.read_bytes().partition(b"\n")
+    return script.suffix == ".sh" or (first.startswith(b"#!") and b"python" not in first)
 
 
 def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:

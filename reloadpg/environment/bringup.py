@@ -57,8 +57,9 @@ class DistributedContext:
     """Result of bring-up. As a context manager it destroys the groups created since it began.
 
     Its exit is that of ``process_group_scope``: a barrier with a timeout and an orderly destroy, or
-    after an exception an abort, of the groups that bring-up or the block has created. Without
-    ``with``, call ``destroy_distributed()``.
+    after an exception an abort, of the groups that bring-up or the block has created. A peer that
+    waits in a collective of NCCL is not notified of the exception. Without ``with``, call
+    ``destroy_distributed()``.
 
     Attributes:
         environment: the identity of this process.

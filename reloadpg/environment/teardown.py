@@ -52,6 +52,10 @@ def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGrou
       that wait at their exit are notified, and the groups are aborted, since an orderly destroy
       can wait for peers. The exception propagates; errors of the clean-up are logged.
 
+    A peer that waits in a gloo collective fails at once, since its connection is closed. A peer in
+    a collective of NCCL is not notified: it waits until the timeout of the group, unless the
+    launcher ends it first, as torchrun, mpirun and ``srun --kill-on-bad-exit`` do.
+
     Collective over the members of the groups that it destroys. Scopes nest: the innermost scope
     around its creation owns a group, also across offload and reload. A scope may end while groups
     are offloaded.

@@ -62,8 +62,8 @@ class ManagedGroup:
         desc: the group's description.
         names_in_store: names of the generations that have keys in the job's store.
         set_name: the set that it belongs to.
-        generation: number of reloads of its set when its communicator was built; 0 before the
-            first reload.
+        generation: the job's number of reloads, of any set, when its communicator was built; 0 if
+            the original call has built it.
         state: :class:`GroupState`.
         last_error: why it failed; empty if it did not.
         under_way: the operation whose threads have exclusive use of the group; None if there is

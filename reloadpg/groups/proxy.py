@@ -42,8 +42,9 @@ class ReloadableProcessGroup(Dispatch):
     It has the attributes of ``ProcessGroup``, and these:
 
     Attributes:
-        generation: number of reloads of its set when its communicator was built; 0 before the
-            first reload.
+        generation: the job's number of reloads, of any set, when its communicator was built; 0 if
+            the original call has built it. It changes with each rebuild, and is not their number:
+            a group that is created after one reload has 2 after its first rebuild.
         state: :class:`GroupState`.
     """
 

@@ -442,6 +442,21 @@ def test_the_store_of_a_job_is_not_found_after_its_end():
 # which groups are reloadable, and from when on
 
 
+@pytest.mark.ranks(2)
+def test_the_generation_of_a_group_is_the_jobs_number_of_reloads_when_it_was_built():
+    """Not the number of its rebuilds, which differs for a group that was created later."""
+    install()
+    worlds.init()
+    first = dist.new_group([0, 1])
+    one_cycle()
+    later = dist.new_group([0, 1])
+    assert (first.generation, later.generation) == (1, 0)
+    one_cycle()
+    assert (first.generation, later.generation) == (2, 2)
+    shown = {group.name: group.generation for group in reloadpg.status().groups}
+    assert shown[later.group_name] == reloadpg.status().generation == 2
+
+
 @pytest.mark.matrix
 @pytest.mark.ranks(3)
 def test_a_group_created_while_offloaded_is_live_and_kept_by_the_reload(rank):

@@ -35,7 +35,7 @@ NO_SLURM = missing("srun", "slurmctld", "slurmd", "munged", "ip", "unshare") or 
 
 
 def clean_environment() -> dict[str, str]:
-    prefixes = ("SLURM", "OMPI_", "PMI", "PMIX_", "JSM_", "LSB_", "TORCHELASTIC", "RELOADPG_")
+    prefixes = ("SLURM", "OMPI_", "PMI", "MV2_", "JSM_", "PET_", "TORCHELASTIC", "RELOADPG_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
         name: value
