@@ -37,11 +37,10 @@ from .network import (
     Network,
     apply_network,
     interface_in_use,
-    published_address,
     restore_network,
     validate_network,
 )
-from .store import Place, addresses_of, claim_place, open_store
+from .store import Place, claim_place, open_store
 from .store_barrier import job_round
 from .teardown import OwnGroups, abort_groups
 
@@ -266,7 +265,6 @@ def bring_up(
             world_size=size,
             host=socket.gethostname(),
             local_rank=environment.local_rank,
-            address=published_address(),
         )
         difference = claim_place(store, place, seconds)
     # A process that is refused is not counted, also on its host.
@@ -284,7 +282,6 @@ def bring_up(
         timeout=timeout,
         connect=connect,
         own=OwnGroups(),
-        addresses=partial(addresses_of, store, size),
     )
 
     def create_world() -> None:
@@ -318,7 +315,6 @@ class _Creation:
 
     Attributes:
         own: the groups created since bring-up began.
-        addresses: describes the addresses of the ranks, for messages.
         at: the current work, for messages.
     """
 
@@ -329,7 +325,6 @@ class _Creation:
     timeout: timedelta
     connect: Connect
     own: OwnGroups
-    addresses: Callable[[], str] = str
     at: str = "creating groups"
 
     def within(self, round_: Round, first: Callable[[], object] | None = None) -> DeviceMesh | None:
@@ -353,7 +348,7 @@ class _Creation:
             except RuntimeError as error:
                 raise ReloadpgError(
                     f"init_distributed: rank {self.rank} failed at {self.at} over "
-                    f"{interface_in_use()}: {error}. {self.addresses()}No group was created. Check "
+                    f"{interface_in_use()}: {error}. No group was created. Check "
                     f"that each address is reachable from the other hosts and not a loopback "
                     f"address, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface "
                     f"that is."
@@ -413,7 +408,7 @@ def _environment_of_group() -> DistributedEnvironment:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with suppress(DistributedEnvironmentError):
         identity = identify(os.environ)
-        if (identity.rank, identity.world_size) == (rank, world_size):
+        if (identity.place.rank, identity.place.world_size) == (rank, world_size):
             try:
                 return identity.environment()
             except DistributedEnvironmentError:  # the ranks used no address

@@ -116,7 +116,9 @@ UNKNOWN = {
 torchrun), an indexed job of Kubernetes. By the number of the task, the variables that are 1 if it
 is the only one."""
 
-SINGLE = Identity("single", **on_nodes_of(1, 0, 1), address=lambda: (LOOPBACK, 0))
+SINGLE = Identity(
+    DistributedEnvironment("single", **on_nodes_of(1, 0, 1)), address=lambda: (LOOPBACK, 0)
+)
 
 _COUNT = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
 _BRACKET = re.compile(r"\[([0-9]+)[0-9,-]*\]", re.ASCII)
@@ -170,7 +172,7 @@ def identify(environ: Mapping[str, str]) -> Identity:
         return _with_places(own, environ)
     launcher = _from_launcher(environ)
     if launcher is not None:
-        _check_agreement(read, launcher)
+        _check_agreement(read, launcher.place)
         return launcher
     if own is None:
         read.require(TORCHRUN.required, TORCHRUN.marks)
@@ -240,21 +242,20 @@ def _warn_of_unknown_launcher(found: str) -> None:
 def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
     """Add the local and node ranks of another launcher with the same rank and world size."""
     try:
-        launcher = _from_launcher(environ)
+        found = _from_launcher(environ)
     except DistributedEnvironmentError:
         return own
-    if launcher is None:
+    if found is None:
         return own
-    if (launcher.rank, launcher.world_size) == (own.rank, own.world_size):
+    mine, its = own.place, found.place
+    if (its.rank, its.world_size) == (mine.rank, mine.world_size):
         names = ("local_rank", "local_world_size", "node_rank", "num_nodes")
-        unknown = [name for name in names if getattr(own, name) is None]
-        return replace(own, **{name: getattr(launcher, name) for name in unknown})
+        unknown = {name: getattr(its, name) for name in names if getattr(mine, name) is None}
+        return replace(own, place=replace(mine, **unknown))
     # torchrun in each task sets its run id; a task may also start its ranks itself.
-    starts = (own.local_world_size or 0) * launcher.world_size
-    if "TORCHELASTIC_RUN_ID" not in environ and starts != own.world_size:
-        _warn_of_other_numbers(
-            *(own.rank, own.world_size, launcher.source, launcher.rank, launcher.world_size)
-        )
+    starts = (mine.local_world_size or 0) * its.world_size
+    if "TORCHELASTIC_RUN_ID" not in environ and starts != mine.world_size:
+        _warn_of_other_numbers(mine.rank, mine.world_size, its.source, its.rank, its.world_size)
     return own
 
 
@@ -268,7 +269,7 @@ def _warn_of_other_numbers(rank: int, size: int, source: str, task: int, tasks: 
     )
 
 
-def _check_agreement(read: Variables, launcher: Identity) -> None:
+def _check_agreement(read: Variables, launcher: DistributedEnvironment) -> None:
     said = {name: getattr(launcher, name.lower()) for name in TORCHRUN.marks}
     differing = [name for name in said if name in read and read.integer(name) != said[name]]
     if differing:
@@ -316,7 +317,7 @@ def _from_row(row: Launcher, read: Variables) -> Identity:
         if local_rank is not None and (counts or even):
             first = sum(counts[:node_rank]) if counts else node_rank * local_size
             _check_layout(row, rank, local_rank, first)
-    return Identity(
+    place = DistributedEnvironment(
         source=row.source,
         rank=rank,
         local_rank=local_rank,
@@ -324,8 +325,8 @@ def _from_row(row: Launcher, read: Variables) -> Identity:
         local_world_size=local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        address=lambda: _address(row, read, world_size, local_size),
     )
+    return Identity(place, address=lambda: _address(row, read, world_size, local_size))
 
 
 def _is_loopback(host: str) -> bool:
@@ -415,7 +416,7 @@ def check_group() -> None:
     either. Variables that define no rank say nothing.
     """
     try:
-        launcher = identify(os.environ)
+        launcher = identify(os.environ).place
     except DistributedEnvironmentError:
         return
     distributed = sys.modules["torch.distributed"]
@@ -446,7 +447,7 @@ def get_rank() -> int:
     """
     if is_initialized():
         return int(sys.modules["torch.distributed"].get_rank())
-    return identify(os.environ).rank
+    return identify(os.environ).place.rank
 
 
 def is_rank_zero() -> bool:

@@ -13,7 +13,7 @@ import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -38,19 +38,6 @@ class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
 
 class GroupNotInitializedError(ReloadpgError):
     """There are several ranks, but this process has no default group."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The fields that an identity has with and without its address."""
-
-    source: str
-    rank: int
-    local_rank: int | None
-    world_size: int
-    local_world_size: int | None
-    node_rank: int | None
-    num_nodes: int | None
 
 
 def on_nodes_of(local_world_size: int, rank: int, world_size: int) -> dict[str, Any]:
@@ -88,7 +75,7 @@ def host_store(address: str) -> Any:
 
 
 @dataclass(frozen=True)
-class DistributedEnvironment(_Place):
+class DistributedEnvironment:
     """Identity of a process in its job: a plain value.
 
     Attributes:
@@ -105,6 +92,13 @@ class DistributedEnvironment(_Place):
             the ranks meet on a given store.
     """
 
+    source: str
+    rank: int
+    local_rank: int | None
+    world_size: int
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
     master_addr: str = LOOPBACK
     master_port: int | None = 0
 
@@ -167,16 +161,18 @@ class DistributedEnvironment(_Place):
 
 
 @dataclass(frozen=True)
-class Identity(_Place):
-    """Identity of a process without the address, which ``address`` returns where it is needed."""
+class Identity:
+    """A process in its job, and the function that finds the address where one is needed."""
 
+    place: DistributedEnvironment
     address: Callable[[], tuple[str, int]]
 
     def environment(self, *, has_store: bool = False) -> DistributedEnvironment:
-        """Return the identity with its address; with ``has_store`` none is needed. Local."""
-        host, port = (LOOPBACK, None) if has_store else self.address()
-        place = {field.name: getattr(self, field.name) for field in fields(_Place)}
-        return DistributedEnvironment(**place, master_addr=host, master_port=port)
+        """Return the place with its address; with ``has_store`` none is needed. Local."""
+        if has_store:
+            return replace(self.place, master_addr=LOOPBACK, master_port=None)
+        host, port = self.address()
+        return replace(self.place, master_addr=host, master_port=port)
 
 
 def _free_port() -> int:
@@ -251,7 +247,7 @@ class Variables:
         """Raise unless all ``names`` are set; list those that are missing, and those that are set.
 
         Args:
-            names: the variables; a text that is no name of one, such as ``A or B``, is missing.
+            names: the variables. One that cannot be set, such as ``A or B``, counts as missing.
             others: further variables that belong to them.
         """
         wanted = list(names)

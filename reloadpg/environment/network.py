@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
@@ -24,9 +25,8 @@ SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
 
 _SIOCGIFADDR = 0x8915
-_SIOCGIFFLAGS = 0x8913
-_RUNNING = 0x01 | 0x40
-"""Flags of an interface: it is up, and it has a carrier."""
+_SIOCETHTOOL = 0x8946
+_ETHTOOL_GLINK = 0x0A
 _LINK_LOCAL = "20"
 _NOT_USABLE = 0x08 | 0x40
 """Flags of an IPv6 address: a failed duplicate, and one that is tentative."""
@@ -52,14 +52,16 @@ def detect_ib_interface() -> str | None:
 
 def _is_running(interface: str) -> bool:
     """Whether an interface is up and has a carrier."""
-    flags = _asked(interface, _SIOCGIFFLAGS)
-    return flags is not None and struct.unpack("H", flags[16:18])[0] & _RUNNING == _RUNNING
+    link = (ctypes.c_uint32 * 2)(_ETHTOOL_GLINK, 0)
+    _asked(interface, _SIOCETHTOOL, struct.pack("P", ctypes.addressof(link)))
+    return link[1] == 1
 
 
-def _asked(interface: str, what: int) -> bytes | None:
+def _asked(interface: str, what: int, data: bytes = b"") -> bytes | None:
     """The kernel's answer about an interface; None if there is none."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return fcntl.ioctl(probe.fileno(), what, struct.pack("256s", interface.encode()[:15]))
+        asked = struct.pack("16s240s", interface.encode()[:15], data)
+        return fcntl.ioctl(probe.fileno(), what, asked)
     return None
 
 
@@ -148,22 +150,6 @@ def routing_interface(host: str, *, other_hosts: bool = False) -> str | None:
         if _address_of(name) == source:
             return name
     return None
-
-
-def published_address() -> str:
-    """Return the address that gloo publishes for this process, and its origin. Local.
-
-    As gloo does: that of the interface in ``GLOO_SOCKET_IFNAME``, or that of the host name.
-    """
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if named:
-        return f"{_address_of(named) or 'none'} (GLOO_SOCKET_IFNAME={named})"
-    host = socket.gethostname()
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:
-        return f"none (the host name {host} does not resolve)"
-    return f"{found} (the host name {host} resolves to it)"
 
 
 def _source_address(host: str) -> str | None:

@@ -14,7 +14,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -35,9 +34,6 @@ _opened: dict[tuple[int, str, int], tuple[TCPStore, Iterator[int]]] = {}
 """The open stores by process, host and port, each with the numbers of its uses. Kept until the
 process ends: otherwise, in a second bring-up at the same address, a fast rank may connect to the
 first server while rank 0 is closing it."""
-
-_SHOWN = 8
-"""Number of ranks whose address a message has."""
 
 _PROBE_S = 0.1
 """Seconds between two attempts to connect to a store that does not exist yet."""
@@ -171,7 +167,6 @@ class Place:
     """The place of one process in the job.
 
     Attributes:
-        address: the address that gloo publishes for it, and why; empty if unknown.
         process: identifier of the process.
     """
 
@@ -179,7 +174,6 @@ class Place:
     world_size: int
     host: str
     local_rank: int | None
-    address: str = ""
     process: str = field(default_factory=lambda: uuid4().hex)
 
 
@@ -208,22 +202,6 @@ def claim_place(store: Store, mine: Place, seconds: float) -> str:
         ) from None
     except StoreLost as error:
         raise store_lost("init_distributed", "agree", error) from error
-
-
-def addresses_of(store: Store, size: int) -> str:
-    """Describe the addresses that the ranks have published, for a message; empty if unknown.
-
-    Local; reads the store for a second at most, and names eight ranks at most.
-    """
-    found = []
-    with suppress(RuntimeError, ValueError, TypeError):
-        store.set_timeout(timedelta(seconds=1))
-        for rank in range(min(size, _SHOWN)):
-            if store.check([f"place/rank/{rank}"]):
-                place = Place(**json.loads(store.get(f"place/rank/{rank}")))
-                found.append(f"rank {rank} ({place.host}) {place.address or 'unknown'}")
-    more = ", ..." if size > len(found) else ""
-    return f"The ranks published the addresses: {', '.join(found)}{more}. " if found else ""
 
 
 def _difference(one: Place, other: Place) -> str:

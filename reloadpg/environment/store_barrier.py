@@ -203,7 +203,7 @@ def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Itera
 
 def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
     chosen = c10d.world() if group is None else group
-    if chosen is None and identify(os.environ).world_size != 1:
+    if chosen is None and identify(os.environ).place.world_size != 1:
         raise _no_group(what)
     return chosen
 

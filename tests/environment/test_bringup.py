@@ -489,8 +489,6 @@ def test_a_group_that_does_not_connect_is_named_with_its_ranks_and_interfaces(
         assert kind == ("ReloadpgError" if rank == 2 else "PeerFailedError")
         assert "connecting 'mesh_tp' of ranks 2-3 (sim) over ib7 and lo" in message
         assert "no route to host" in message
-        assert "The ranks published the addresses: rank 0 (" in message
-        assert "127.0.0.1 (GLOO_SOCKET_IFNAME=lo)" in message
     else:
         assert kind == "RendezvousTimeoutError"
         assert "Ranks 2-3 did not finish their own work" in message
