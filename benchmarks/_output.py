@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
-from reloadpg.cli.bench import machine
-
-__all__ = ["command_line", "machine", "write_json"]
+import torch
 
 
 def command_line(description: str | None, *, check: bool = True) -> argparse.ArgumentParser:
@@ -26,3 +26,13 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Write the figures, if a path was given."""
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """Versions, cores, and the load average of the last minute: others' work shows in figures."""
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+    }

@@ -40,7 +40,6 @@ from _output import command_line, machine, write_json
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg.cli.bench import measure, medians_of
 from reloadpg.testing import run_ranks
 from reloadpg.texts import table
 
@@ -65,9 +64,9 @@ def cycles_of(groups: int, cycles: int) -> dict[str, Any]:
     with counted_collections() as collections:
         reports = measure(groups, cycles)
     medians = {
-        f"{operation}_{name}": value
-        for operation, figures in medians_of([reports]).items()
-        for name, value in figures.items()
+        f"{operation}_{name}": median([figures(both[index])[name] for both in reports])
+        for index, operation in enumerate(("offload", "reload"))
+        for name in figures(reports[0][index])
     }
     return {
         "groups": groups,
@@ -75,6 +74,28 @@ def cycles_of(groups: int, cycles: int) -> dict[str, Any]:
         "offload_per_group_ms": medians["offload_ms"] / groups,
         "reload_per_group_ms": medians["reload_ms"] / groups,
         "collections": len(collections),
+    }
+
+
+def measure(groups: int, cycles: int) -> list[tuple[reloadpg.Report, reloadpg.Report]]:
+    """The reports of the offload and of the reload of each cycle. Collective, blocking.
+
+    The first cycle, which opens connections and fills caches, does not count.
+    """
+    held = [dist.new_group() for _ in range(groups - 1)]
+    reports = [(reloadpg.offload(), reloadpg.reload()) for _ in range(cycles + 1)]
+    assert all(len(one.groups) == groups for both in reports for one in both)
+    for group in held:
+        dist.destroy_process_group(group)
+    return reports[1:]
+
+
+def figures(report: reloadpg.Report) -> dict[str, float]:
+    return {
+        "ms": report.total_ms,
+        "group_ms": median([group.ms for group in report.groups]),
+        "wait_ms": report.wait_ms,
+        "own_ms": report.overhead_ms,
     }
 
 

@@ -66,7 +66,6 @@ from .engine_variables import torchcomms_obstacle as torchcomms_obstacle
 from .inspection import SYMMETRIC_MEMORY as SYMMETRIC_MEMORY
 from .inspection import is_coalescing as is_coalescing
 from .inspection import on_collective_error as on_collective_error
-from .inspection import register_debug_handler as register_debug_handler
 from .inspection import registered as registered
 from .inspection import skip_in_compiled_code as skip_in_compiled_code
 from .inspection import symmetric_memory_groups as symmetric_memory_groups
@@ -87,6 +86,7 @@ from .saves import SAVERS as SAVERS
 from .saves import recording_save as recording_save
 from .saves import saves_on as saves_on
 from .stores import clone_store as clone_store
+from .stores import fake_store as fake_store
 from .stores import is_store_host as is_store_host
 from .stores import rendezvous_keys as rendezvous_keys
 from .stores import root_store as root_store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import pickle
 import sys
@@ -101,26 +100,6 @@ def symmetric_memory_keeps_communicators() -> bool:
 
 def is_coalescing(group: object) -> bool:
     return group in cast(Any, _c10d._world.pg_coalesce_state)
-
-
-def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
-    """Serve JSON at ``/handler/<name>`` of torch's debug server; False if torch (2.8) has none.
-
-    The server calls the handler in a separate thread. A second handler of this name is ignored.
-    """
-    register = getattr(_cpp, "_register_handler", None)
-    if register is None:
-        return False
-
-    def handle(_: Any, response: Any) -> None:
-        response.set_content(answer(), "application/json")
-        response.set_status(200)
-
-    # Torch releases the handler after the interpreter has ended, which aborts the process if it is
-    # the last reference (seen on 2.13 with a closure). So another reference is kept.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
-    register(name, handle)
-    return True
 
 
 def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[], None]:

@@ -239,12 +239,17 @@ NEEDS: tuple[Need, ...] = (
     ),
     *_names(_C, "_dump_nccl_trace", "unfinished collectives are listed", "status"),
     *_names(_C, "_dump_fr_trace", "unfinished collectives are listed", "status"),
-    *_names(_C, "_register_handler", "torch's debug server has the record", "status", (2, 13)),
     *_names(
         "torch.distributed.c10d_logger",
         "_c10d_logger",
         "errors of collectives carry a note on memory",
         "slime",
+    ),
+    *_names(
+        "torch.testing._internal.distributed.fake_pg",
+        "FakeStore",
+        "a script runs without peers",
+        "explain",
     ),
     *_names(
         "torch._C",

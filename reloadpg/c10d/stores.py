@@ -44,6 +44,14 @@ def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
     return find
 
 
+def fake_store() -> Store:
+    """Return a store that holds nothing, for torch's backend ``fake``, which is then registered."""
+    # On use: it is part of torch's test utilities.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def clone_store(store: Store) -> Store:
     """Return a client of the same store with a separate connection. Blocking.
 

@@ -1,8 +1,7 @@
 """The command line: ``reloadpg`` and ``python -m reloadpg``. One module per subcommand.
 
 Parsing needs the standard library alone, and a subcommand loads torch only when it runs, so that
-``doctor`` can say what is wrong with an installation in which torch cannot be imported. Pages are
-drawn by ``rich`` (extra ``cli``); JSON needs none.
+``doctor`` can say what is wrong with an installation in which torch cannot be imported.
 """
 
 from __future__ import annotations
@@ -16,25 +15,18 @@ from pathlib import Path
 
 from .. import __version__
 from ..settings import unknown_variables
-from .bench import add as add_bench
-from .completion import add as add_completion
 from .console import CommandError, say
 from .demo import add as add_demo
 from .doctor import add as add_doctor
 from .explain import add as add_explain
-from .run import add as add_run
 from .standins import add as add_standins
 from .status import add as add_status
-from .trace import add as add_trace
 
 __all__ = ["main"]
 
-SUBCOMMANDS = (
-    *(add_demo, add_doctor, add_status, add_trace, add_explain, add_bench),
-    *(add_run, add_standins, add_completion),
-)
+SUBCOMMANDS = (add_demo, add_doctor, add_status, add_explain, add_standins)
 """Each adds one subcommand's parser. The parser sets defaults in the parsed options: ``run``, which
-takes the options and returns the exit code; ``needs``, the extra of each required module;
+takes the options and returns the exit code; ``needs``, what installs each required module;
 ``script_arguments`` if a script is run; ``reports_variables`` if the command itself reports unknown
 variables of the environment, which are an error for other commands.
 """
@@ -116,17 +108,13 @@ def _parsed(
 
 def _missing(options: argparse.Namespace) -> str:
     """Import the modules that a command needs; a line about the first that is missing, or empty."""
-    drawn = not getattr(options, "json", None) and not getattr(options, "report", False)
-    for name, extra in getattr(options, "needs", {}).items():
-        if name == "rich" and not drawn:
-            continue
+    for name, requirement in getattr(options, "needs", {}).items():
         try:
             import_module(name)
         except Exception as error:  # a broken installation of torch fails in many ways
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            instead = "; --json needs none of it" if name == "rich" else ""
             return (
-                f"{name} cannot be imported ({why}); nothing was started{instead}. It comes with: "
-                f"pip install 'reloadpg[{extra}]'"
+                f"{name} cannot be imported ({why}); nothing was started. It comes with: "
+                f"pip install '{requirement}'"
             )
     return ""

@@ -1,13 +1,13 @@
-"""Input and output that the commands share: types of options, pages of text, progress.
+"""Input and output that the commands share: types of options, pages of text.
 
-A command describes its output as lines, tables and findings, which ``rich`` draws: in colours on a
-terminal, as plain text elsewhere. Results go to stdout, progress and errors to stderr, so that a
-pipe gets the result alone.
+A command describes its output as lines, tables and findings: in colours on a terminal, as plain
+text elsewhere. Results go to stdout and errors to stderr, so that a pipe gets the result alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -15,26 +15,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TextIO
 
 from ..texts import table
 
-STYLES = {
-    "good": "green",
-    "note": "dim",
-    "warning": "yellow",
-    "bad": "bold red",
-    "head": "bold",
-}
-"""Terminal style by tone."""
+STYLES = {"good": "32", "note": "2", "warning": "33", "bad": "1;31", "head": "1"}
+"""Style on a terminal, as in its control sequences, by tone."""
 
 LEVELS = {"": "", "ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
 """Tone of a finding by its level."""
-
-_UNWRAPPED = 10_000
-"""Columns outside of a terminal: more than any line has."""
 
 
 # -- types of options; what they raise becomes argparse's error -----------------------------------
@@ -92,16 +82,17 @@ class Line:
     tone: str = ""
     indent: int | None = 0
 
-    def drawn(self, width: int) -> Any:
-        from rich.text import Text
-
-        text, style = self.text, STYLES.get(self.tone, "")
-        if self.indent is None:
-            return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    def drawn(self, width: int) -> str:
+        """The line as a terminal of this width shows it."""
+        text = self.text
         if len(text) > width:
-            room, indent = max(width, self.indent + 20), " " * self.indent
-            text = textwrap.fill(text, room, subsequent_indent=indent, break_on_hyphens=False)
-        return Text(text, style=style)
+            if self.indent is None:
+                text = f"{text[: width - 3]}..."
+            else:
+                indent = " " * min(self.indent, width // 2)
+                text = textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
+        style = STYLES.get(self.tone)
+        return f"\x1b[{style}m{text}\x1b[0m" if style and text else text
 
 
 Page = Sequence[Line]
@@ -156,37 +147,12 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
 
 
 def show(page: Page) -> None:
-    console = _console()
-    console.print(_drawn(page, console.width))
-
-
-def follow(pages: Iterator[Page]) -> None:
-    """Show pages one after the other: in place on a terminal, otherwise from top to bottom.
-
-    Blocking until the pages end; the iterator decides how fast they come.
-    """
-    from rich.live import Live
-
-    console = _console()
-    if not console.is_terminal or console.is_dumb_terminal:
-        for number, page in enumerate(pages):
-            console.print(*[""] * (number > 0), _drawn(page, console.width), sep="\n")
-        return
-    with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
-        for page in pages:
-            live.update(_drawn(page, console.width), refresh=True)
-
-
-@contextmanager
-def progress(what: str) -> Iterator[None]:
-    """Show on stderr that a long task runs, if that is a terminal and rich is installed."""
-    if not sys.stderr.isatty() or find_spec("rich") is None:
-        yield
-        return
-    from rich.console import Console
-
-    with Console(file=sys.stderr).status(what):
-        yield
+    """Write a page: plain text, one line each, where stdout is no terminal."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        say("\n".join(line.drawn(width) for line in page))
+    else:
+        say("\n".join(line.text for line in page))
 
 
 @contextmanager
@@ -213,27 +179,3 @@ def follow_lines(tell: Callable[[str], object]) -> Iterator[Path]:
         finally:
             over.set()
             watcher.join()
-
-
-# -- drawn by rich ------------------------------------------------------------------------------
-
-
-def _console() -> Any:
-    """A rich console on stdout; outside of a terminal no line is wrapped."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else _UNWRAPPED
-    console = Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
-    console.on_broken_pipe = _raise_again
-    return console
-
-
-def _raise_again() -> NoReturn:
-    """Replaces rich's handler, which exits with code 1 when the reader has closed stdout."""
-    raise
-
-
-def _drawn(page: Page, width: int) -> Any:
-    from rich.console import Group
-
-    return Group(*(one.drawn(width) for one in page))

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ..texts import counted
-from .bench import cuda_devices
 from .console import CommandError, follow_lines, positive, say
 
 EXAMPLES = tuple(parent / "examples" / "colocated_rl.py" for parent in Path(__file__).parents[1:3])
@@ -44,11 +43,11 @@ def add(subcommands: Any) -> None:
     parser.add_argument("--ranks", type=positive, metavar="N", help=ranks)
     iterations = "iterations (default: %(default)s)"
     parser.add_argument("--cycles", type=positive, default=6, metavar="N", help=iterations)
-    parser.set_defaults(run=_run, needs={"numpy": "demo", "torch": "demo"})
+    parser.set_defaults(run=_run, needs={"numpy": "reloadpg[demo]", "torch": "torch"})
 
 
 def _run(options: argparse.Namespace) -> int:
-    devices = cuda_devices()
+    devices = _cuda_devices()
     ranks = min(options.ranks or 4, devices or sys.maxsize)
     example = next(path for path in EXAMPLES if path.is_file())
     place = f"NCCL, one rank per GPU ({counted(devices, 'GPU')} here)" if devices else ""
@@ -64,6 +63,15 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     say("\nPassed: losses, evaluations and final weights are bit-identical in both runs.")
     return 0
+
+
+def _cuda_devices() -> int:
+    """Number of GPUs that NCCL can use here. Creates no CUDA context."""
+    import torch
+    import torch.distributed as dist
+
+    usable = torch.cuda.is_available() and dist.is_nccl_available()
+    return torch.cuda.device_count() if usable else 0
 
 
 def difference(run: Sequence[str], reference: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""``reloadpg doctor``: find causes that prevent offload and reload, here or in a job.
+"""``reloadpg doctor``: find causes that prevent offload and reload in this environment.
 
 It can also run inside a program, with that program's state::
 
@@ -11,6 +11,7 @@ It can also run inside a program, with that program's state::
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import platform
@@ -21,27 +22,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 from .. import _TESTED_TORCH
 from ..errors import UnsupportedTorchError
 from ..lifecycle.autoinstall import NO, SWITCH
 from ..lifecycle.variables import invalid_values
-from ..settings import IS_OFF, STATUS_DIR, VARIABLES, is_off, unknown_variables
+from ..settings import IS_OFF, VARIABLES, is_off, unknown_variables
 from ..texts import counted
-from .console import Finding, Line, Page, existing_file, progress, say, show
-from .doctor_patches import (
-    check_early_aliases,
-    check_foreign_wrappers,
-    import_modules,
-    import_of_script,
-)
-from .explain import PINNED_BYTES
-from .job import JobView
-from .records import read_directory
+from .console import Finding, Line, Page, existing_file, say, show
 
 OLDEST, NEWEST = _TESTED_TORCH
 
@@ -54,6 +48,9 @@ REPORTED = (
     "OMP_NUM_",
 )
 """Prefixes of the variables in a bug report; others are omitted."""
+
+CREATORS = ("init_process_group", "new_group", "split_group")
+"""The functions that are patched."""
 
 Findings = Iterator[Finding]
 Check = tuple[str, Callable[[], Findings]]
@@ -84,7 +81,6 @@ def diagnose(
     script: str | os.PathLike[str] | None = None,
     *,
     modules: Sequence[str] = (),
-    status_dir: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
     strategy: str | None = None,
 ) -> Diagnosis:
@@ -96,7 +92,6 @@ def diagnose(
     Args:
         script: a script whose imports are imported first; the script does not run.
         modules: modules that are imported first.
-        status_dir: the status directory of a running job, whose ranks are compared.
         environ: the variables to look at; ``os.environ`` if None.
         strategy: the strategy of the job; None reads it from the environment, or from an
             installation in this process. Settings that it does not use are not checked.
@@ -106,7 +101,6 @@ def diagnose(
     said = Finding("strategy", "ok", f"{chosen}, {said_by}")
     suspends = chosen != "recreate"
     checks: list[Check] = [
-        *([("job", partial(check_job, Path(status_dir)))] if status_dir is not None else []),
         ("torch", check_torch),
         ("torchcomms", check_torchcomms),
         ("device", check_device),
@@ -116,14 +110,13 @@ def diagnose(
         ("nccl", check_nccl),
         ("nccl settings", partial(check_nccl_settings, variables, suspends=suspends)),
         *([("suspend", check_suspend)] if suspends else []),
-        *([("host memory", partial(check_host_memory, variables))] if suspends else []),
         ("recovery", partial(check_recovery, variables)),
         ("import", partial(import_modules, modules)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
         ("holders", partial(check_holders, variables, suspends=suspends)),
         ("torch names", check_names),  # of modules that the script has loaded, too
-        ("foreign wrapper", check_foreign_wrappers),
-        ("early alias", check_early_aliases),
+        ("foreign wrapper", check_wrappers),
+        ("early alias", check_aliases),
         ("launcher", partial(check_launcher, variables)),
     ]
     findings = []
@@ -145,8 +138,8 @@ def add(subcommands: Any) -> None:
         help="find causes that prevent offload and reload",
         description=(
             "Check torch, NCCL and its settings, other patches of the functions that create "
-            "groups, modules that imported these functions early, the launcher, and the ranks of "
-            "a running job. Exit code 1 if there is a problem."
+            "groups, modules that imported these functions early, and the launcher. Exit code 1 "
+            "if there is a problem."
         ),
         epilog="Example: reloadpg doctor train.py --report",
     )
@@ -166,12 +159,6 @@ def add(subcommands: Any) -> None:
         help="first import this module; may be repeated",
     )
     parser.add_argument(
-        "--status-dir",
-        type=Path,
-        metavar="DIR",
-        help=f"compare the ranks of the running job that has this directory in {STATUS_DIR}",
-    )
-    parser.add_argument(
         "--strategy",
         choices=STRATEGIES,
         help="the strategy of the job (default: that of the environment, or recreate)",
@@ -182,19 +169,13 @@ def add(subcommands: Any) -> None:
         help="a block to paste into a bug report: versions, machine, settings and findings",
     )
     parser.add_argument("--json", action="store_true", help="all findings as JSON")
-    parser.set_defaults(run=_run, needs={"rich": "cli"}, reports_variables=True)
+    parser.set_defaults(run=_run, reports_variables=True)
 
 
 def _run(options: argparse.Namespace) -> int:
     if "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does, for the modules of --import
-    with progress("importing torch and the modules of the job"):
-        diagnosis = diagnose(
-            options.script,
-            modules=options.modules,
-            status_dir=options.status_dir,
-            strategy=options.strategy,
-        )
+    diagnosis = diagnose(options.script, modules=options.modules, strategy=options.strategy)
     if options.json:
         say(json.dumps(diagnosis.to_dict(), indent=1))
     elif options.report:
@@ -338,21 +319,6 @@ def check_suspend() -> Findings:
     yield Finding("suspend", "note", f"not available: {why}", instead)
 
 
-def check_host_memory(environ: Mapping[str, str], meminfo: str = "/proc/meminfo") -> Findings:
-    """Estimate how many communicators of each rank the node's host memory lets NCCL suspend."""
-    with open(meminfo, encoding="ascii") as file:
-        available = next(int(line.split()[1]) << 10 for line in file if "MemAvailable" in line)
-    ranks = int(environ.get("LOCAL_WORLD_SIZE") or 1)
-    communicators = available // ranks // PINNED_BYTES[1]
-    what = (
-        f"a suspend copies what it releases to pinned host memory, about 0.5 to 0.75 GB for each "
-        f"communicator and rank: the {available / 1e9:.0f} GB available here are enough for "
-        f"{counted(communicators, 'communicator')} of each of {counted(ranks, 'rank')}"
-    )
-    remedy = 'strategy="recreate" pins none; Report.pinned_bytes measures it'
-    yield Finding("host memory", "note" if communicators >= 10 else "warning", what, remedy)
-
-
 def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) -> Findings:
     """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
     from ..c10d import nccl_settings, release_cautions
@@ -376,29 +342,8 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
     yield found("note" if cumem else "ok", shown or "none are set")
 
 
-_HOLDERS = {
-    "deep_ep": (
-        "DeepEP takes communicators out of groups and keeps them by group (V2); its buffers hold 1 "
-        "to 3 GB, and the end of a process hangs if one was not destroyed",
-        "create buffers with explicitly_destroy=True, and destroy them in "
-        "reloadpg.on_generation(group, before=..., package='deep_ep')",
-    ),
-    "transformer_engine": (
-        "TransformerEngine takes the communicators of expert-parallel groups, and its userbuffers "
-        "hold memory",
-        "call ep_finalize() in reloadpg.on_generation(group, before=..., "
-        "package='transformer_engine'), and destroy_ub() in reloadpg.on_offload()",
-    ),
-    "nccl.core": (
-        "nccl4py takes communicators out of groups by their pointers",
-        "take them again after a reload: reloadpg.on_generation(group, after=...)",
-    ),
-}
-"""Packages that hold what belongs to a generation, with what to do (read in their sources)."""
-
-
 def check_holders(environ: Mapping[str, str], *, suspends: bool = False) -> Findings:
-    """Name what other code holds of groups here, and known holders of communication memory."""
+    """Name what other code holds of groups here, and settings that keep memory or hang."""
     from .. import status
     from ..c10d import nccl_settings
 
@@ -407,9 +352,6 @@ def check_holders(environ: Mapping[str, str], *, suspends: bool = False) -> Find
         lost = one.raw and one.ended
         remedy = "let it be taken again: reloadpg.on_generation(group, before=..., after=...)"
         yield found("problem" if lost else "note", str(one), remedy if one.raw else "")
-    for module, (what, remedy) in _HOLDERS.items():
-        if module in sys.modules:
-            yield found("note", f"{module} is imported: {what}", remedy)
     settings = nccl_settings(environ)
     saver = "torch_memory_saver"
     graphs, where = settings.get("NCCL_GRAPH_REGISTER", ("", ""))
@@ -534,12 +476,107 @@ def check_launcher(environ: Mapping[str, str]) -> Findings:
     )
 
 
-def check_job(directory: Path) -> Findings:
-    view = JobView(read_directory(directory))
-    running = view.running_findings()
-    troubles = [one for one in view.lasting_findings() if one.level in ("warning", "problem")]
-    for one in (*running, *troubles):
-        yield Finding("job", one.level or "note", f"{one.check}: {one.message}", one.remedy)
-    if not troubles and all(one.level != "problem" for one in running):
-        equal = f"{len(view.ranks)} ranks, all with reloadpg at the same generation"
-        yield Finding("job", "ok", equal)
+# -- other patches of the functions that create groups ----------------------------------------
+
+
+def check_wrappers() -> Findings:
+    """Find wrappers of other libraries over the functions that are patched."""
+    from .. import status
+    from ..c10d import creator_modules
+
+    found, seen = partial(Finding, "foreign wrapper"), dict[int, str]()
+    for module in creator_modules():
+        for name in CREATORS:
+            layer = vars(module).get(name)
+            while layer is not None:
+                function = getattr(layer, "_self_wrapper", layer)  # not wrapt's class
+                if not _is_of("torch", function) and not _is_of("reloadpg", function):
+                    # wraps() copies the name of the wrapped function; the code keeps its own name.
+                    code = getattr(function, "__code__", None)
+                    who = (
+                        f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else ""
+                    )
+                    what = f"{module.__name__}.{name} is wrapped by {who or repr(function)}"
+                    seen.setdefault(id(function), what)
+                layer = getattr(layer, "__wrapped__", None)
+    remedy = "remove it if it replaces or records groups, like reloadpg; otherwise install it "
+    remedy += "before reloadpg.install(), whose wrapper then calls it"
+    for what in seen.values():
+        yield found("problem", what, remedy)
+    for changed in status().foreign:
+        remedy = "remove that wrapper: reloadpg.uninstall() fails while it exists"
+        yield found("problem", f"{changed}; reloadpg had patched that name", remedy)
+    if not seen:
+        yield found("ok", f"none over {', '.join(CREATORS)}")
+
+
+def _is_of(package: str, function: Any) -> bool:
+    """Whether a function's code belongs to a package; wrappers copy all other attributes."""
+    if type(function) is not FunctionType or package not in sys.modules:
+        return False
+    home = Path(sys.modules[package].__file__ or "").parent
+    return home in Path(function.__code__.co_filename).parents
+
+
+def check_aliases() -> Findings:
+    """Find modules that hold torch's own functions by a name, which were loaded after ``install``.
+
+    Those that were loaded before it are patched. Reads module dictionaries only, as the patching
+    does: no ``__getattr__`` of a module is called.
+    """
+    from .. import is_installed
+
+    found = False
+    for module in list(sys.modules.values()) if is_installed() else []:
+        if not isinstance(module, ModuleType):
+            continue
+        home = str(vars(module).get("__name__", "?"))
+        if home.partition(".")[0] in ("torch", "reloadpg", "wrapt"):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if _is_of("torch", value) and value.__name__ in CREATORS:
+                found = True
+                what = f"{home}.{attribute} is torch's own {value.__name__}, but reloadpg is "
+                what += "installed: groups created through it are not reloadable"
+                remedy = "load that module before reloadpg.install()"
+                yield Finding("early alias", "problem", what, remedy)
+    if not found:
+        yield Finding("early alias", "ok", "no module holds an unpatched creating function")
+
+
+def import_modules(names: Sequence[str]) -> Findings:
+    """Import modules; yield a finding for each failure."""
+    for name in names:
+        try:
+            import_module(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module may call sys.exit while it is imported
+            why = str(error).strip().partition("\n")[0]
+            what = f"{name} cannot be imported: {type(error).__name__}: {why}"
+            remedy = "its changes to torch were not checked; run doctor where the job runs"
+            yield Finding("import", "warning", what, remedy)
+
+
+def import_of_script(script: Path) -> Findings:
+    """Import the modules that a script imports outside of functions. The script does not run."""
+    try:
+        tree = ast.parse(script.read_bytes(), str(script))
+    except (OSError, SyntaxError, ValueError) as error:
+        remedy = "pass a Python script; for a shell script, the one that it starts"
+        yield Finding("script", "problem", f"{script} cannot be read: {error}", remedy)
+        return
+    directory = str(script.absolute().parent)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)  # as the interpreter does for a script
+    yield from import_modules(list(dict.fromkeys(_imported(tree))))
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.Import):
+            yield from (alias.name for alias in inner.names)
+        elif isinstance(inner, ast.ImportFrom) and inner.module and not inner.level:
+            yield inner.module
+        elif not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield from _imported(inner)

@@ -5,26 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..settings import STATUS_DIR
-from .console import (
-    CommandError,
-    Line,
-    Page,
-    follow,
-    say,
-    seconds,
-    show,
-    tabled,
-)
+from .console import CommandError, Line, Page, say, show, tabled
 from .job import JobView, age, clock
-from .records import RankRecord, Reading, read_directory
+from .records import RankRecord, read_directory
 
 _WORST_FIRST = ("bad", "warning", "", "note")
 """Order of the tones of ranks."""
@@ -40,7 +29,7 @@ def add(subcommands: Any) -> None:
             "runs or a rank has a problem: missing, gone, stopped, silent, failed, not installed, "
             "or stuck."
         ),
-        epilog="Example: reloadpg status /tmp/job --watch",
+        epilog="Example: reloadpg status /tmp/job",
     )
     parser.add_argument(
         "directory",
@@ -49,49 +38,21 @@ def add(subcommands: Any) -> None:
         metavar="DIR",
         help=f"the job's status directory (default: ${STATUS_DIR})",
     )
-    parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C")
-    parser.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="S", help="of --watch (default: 1 s)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="all values as JSON; one line per update"
-    )
-    parser.set_defaults(run=_run, needs={"rich": "cli"})
-
-
-def job_directory(given: Path | None) -> Path | None:
-    """The given status directory, or that of the environment; None without either."""
-    return given or (Path(os.environ[STATUS_DIR]) if os.environ.get(STATUS_DIR) else None)
+    parser.add_argument("--json", action="store_true", help="all values as JSON")
+    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    directory = job_directory(options.directory)
-    if directory is None:
+    directory = options.directory or os.environ.get(STATUS_DIR)
+    if not directory:
         raise CommandError(
             f"no job was named. Pass its status directory, or set {STATUS_DIR} to it."
         )
-    job = JobView(Reading(""))
-
-    def looks() -> Iterator[JobView]:
-        nonlocal job
-        while True:
-            job = JobView(read_directory(directory))
-            yield job
-            if not options.watch:
-                return
-            time.sleep(options.interval)
-
-    try:
-        if options.json:
-            for look in looks():
-                say(json.dumps(look.to_dict()))
-        elif options.watch:
-            follow(map(page, looks()))
-        else:
-            show(page(next(looks())))
-    except KeyboardInterrupt:
-        say(stream=sys.stderr)  # the usual end of --watch, not an error
-        return 0 if job.ranks else 1
+    job = JobView(read_directory(Path(directory)))
+    if options.json:
+        say(json.dumps(job.to_dict()))
+    else:
+        show(page(job))
     return 0 if job.ok else 1
 
 

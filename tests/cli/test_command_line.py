@@ -34,10 +34,10 @@ def without(*modules, arguments):
 
 
 def test_help_lists_all_commands_without_importing_torch(capsys):
-    process = without("torch", "wrapt", "rich", arguments=["--help"])
+    process = without("torch", "wrapt", arguments=["--help"])
     assert process.returncode == 0, process.stderr
     _, commands = parser()
-    assert len(commands) == 9
+    assert [*commands] == ["demo", "doctor", "status", "explain", "standins"]
     for command in commands:
         assert re.search(rf"^    {command}\s", process.stdout, re.MULTILINE)
         with pytest.raises(SystemExit) as end:
@@ -52,37 +52,14 @@ def test_help_lists_all_commands_without_importing_torch(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (["st"], ["status", "standins"]),
-        (["explain", "--w"], ["--world-size"]),
-        (["standins", "r"], ["run"]),
-        (["status", "job"], []),
-    ],
-)
-def test_a_shell_completes_commands_and_options(words, found, capsys):
-    """In bash itself; for the rest it completes files."""
-    assert main(["completion", "bash"]) == 0
-    given = f"COMP_WORDS=(reloadpg {' '.join(map(repr, words))}) COMP_CWORD={len(words)}"
-    script = f'{capsys.readouterr().out}\n{given}\n_reloadpg\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
-    shown = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
-    assert shown.stdout.split() == found
-
-
-@pytest.mark.parametrize(
     ("missing", "arguments", "words"),
     [
-        ("torch", ["demo"], "pip install 'reloadpg[demo]'"),
+        ("torch", ["demo"], "pip install 'torch'"),
         ("numpy", ["demo"], "pip install 'reloadpg[demo]'"),
-        ("rich", ["bench"], "pip install 'reloadpg[cli]'"),
-        ("rich", ["doctor"], "--json needs none of it. It comes with: pip install 'reloadpg[cli]'"),
-        ("rich", ["trace", "."], "pip install 'reloadpg[cli]'"),
-        ("torch", ["explain", __file__, "--world-size", "2"], "pip install 'reloadpg[cli]'"),
+        ("wrapt", ["explain", __file__, "--world-size", "2"], "pip install 'wrapt'"),
     ],
 )
-def test_a_missing_module_is_one_line_with_the_extra_to_install(missing, arguments, words):
+def test_a_missing_module_is_one_line_with_what_to_install(missing, arguments, words):
     """Exit code 2; nothing is started."""
     process = without(missing, arguments=arguments)
     assert process.returncode == 2
@@ -102,17 +79,17 @@ def test_every_command_refuses_an_unknown_variable(monkeypatch, capsys, command)
     assert "nothing was started" in line
 
 
-def test_doctor_and_status_work_without_torch_and_rich(tmp_path):
-    """``status`` as JSON; ``doctor`` says what is missing."""
+def test_doctor_and_status_work_without_torch(tmp_path):
+    """``doctor`` says what is missing."""
     write_rank(tmp_path, 0, 1)
-    bare = ("torch", "wrapt", "rich")
+    bare = ("torch", "wrapt")
     process = without(*bare, arguments=["status", str(tmp_path), "--json"])
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["ranks"][0]["state"] == "live"
     process = without(*bare, arguments=["doctor", "--report"])
     assert process.returncode == 1, process.stderr
     assert "[problem] torch: cannot be imported" in process.stdout
-    process = without(*bare[:2], arguments=["doctor"])
+    process = without(*bare, arguments=["doctor"])
     assert process.returncode == 1, process.stderr
     assert "-> install torch 2.8 to 2.15 in this environment" in process.stdout
 
@@ -147,16 +124,10 @@ sys.exit(cli.main(["write"]))
 """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["-m", "reloadpg", "status", ".", "--watch", "--interval", "0.01"], ["-c", PENDING]],
-    ids=["watch", "last line"],
-)
-def test_a_closed_pipe_is_exit_code_141(tmp_path, arguments):
+def test_a_closed_pipe_is_exit_code_141(tmp_path):
     """As for ``head``: without a traceback or a message of the interpreter."""
-    write_rank(tmp_path, 0, 1)
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        [sys.executable, "-c", PENDING],
         env=environment(PYTHONUNBUFFERED=""),
         cwd=tmp_path,
         stdin=subprocess.PIPE,
@@ -179,14 +150,13 @@ def test_a_closed_pipe_is_exit_code_141(tmp_path, arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench", "--groups", "0"], "argument --groups: 0 is less than 1"),
+        (["demo", "--cycles", "0"], "argument --cycles: 0 is less than 1"),
         (["demo", "--ranks", "two"], "argument --ranks: 'two' is not a whole number"),
-        (["trace", "--last", "0"], "argument --last: 0 is less than 1"),
         (["explain", "x.py", "--world-size", "2", "--rank", "-1"], "-1 is less than 0"),
         (["explain", "x.py", "--world-size", "2", "--timeout", "nan"], "is not between 0 and"),
         (["doctor", "no_such_file.py"], "there is no file 'no_such_file.py'"),
-        (["status", "--interval", "x"], "'x' is not a number of seconds"),
-        (["bench", "--", "more"], "unrecognized arguments: -- more"),
+        (["explain", "x.py", "--world-size", "2", "--timeout", "x"], "not a number of seconds"),
+        (["status", "--", "more"], "unrecognized arguments: -- more"),
         (
             ["explain", "x.py", "--world-size", "2", "--tp", "8"],
             "unrecognized arguments: --tp 8; arguments of the script follow --, as in: -- --tp 8",

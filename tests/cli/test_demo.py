@@ -4,7 +4,6 @@ import importlib.util
 import json
 
 import pytest
-import torch
 from helpers.cli_process import LIMIT, called
 
 from reloadpg.cli import demo, main
@@ -80,10 +79,7 @@ def test_a_run_that_frees_no_memory_or_prints_less_has_failed():
 
 @pytest.mark.slow
 def test_the_groups_are_those_of_fsdp_and_megatron():
-    """``explain`` runs the example itself as one rank of 8.
-
-    Without torch's CUDA build it ends where the program reads a loss, with all groups recorded.
-    """
+    """``explain`` runs the example itself, to its end, as one rank of 8."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     example = next(path for path in demo.EXAMPLES if path.is_file())
@@ -92,10 +88,7 @@ def test_the_groups_are_those_of_fsdp_and_megatron():
     code, output = called("explain", str(example), *options)
     result = json.loads(output)
     groups = result["groups"]
-    if torch.version.cuda is None:
-        assert (code, "item() cannot be called on meta tensors" in result["error"]) == (1, True)
-    else:
-        assert (code, result["error"]) == (0, "")
+    assert (code, result["error"]) == (0, "")
     ranks = {one["desc"]: one["ranks"] for one in groups if one["reloadable"]}
     assert len(ranks) == len(groups) == 20
     assert ranks["mesh_replicate"] == [1, 3, 5, 7]

@@ -1,4 +1,4 @@
-"""``status`` and ``doctor`` on real jobs that hang."""
+"""``status`` on real jobs that hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import pytest
 from helpers.hanging_rank import hanging_rank
 
 from reloadpg.cli import main, records
-from reloadpg.cli.doctor import diagnose
 from reloadpg.cli.job import WAITING_S, JobView
 from reloadpg.cli.records import read_directory
 from reloadpg.testing import RankOutcome, run_ranks
@@ -97,25 +96,24 @@ def started(directory: Path, size: int = SIZE) -> Iterator[Job]:
 
 @dataclass(frozen=True)
 class Shown:
-    """What the commands show of a job now."""
+    """What the command shows of a job now."""
 
     code: int
     page: str
     problems: list[str]
-    """Those of ``doctor`` about the job."""
+    """The problems that it names."""
     job: JobView
 
     @classmethod
     def of(cls, job: Job) -> Shown:
         with redirect_stdout(StringIO()) as page:
             code = main(["status", str(job.status)])
-        diagnosis = diagnose(status_dir=job.status)
-        assert diagnosis.findings[0].check == "job", diagnosis
-        problems = [one.message for one in diagnosis.at("problem") if one.check == "job"]
-        return cls(code, page.getvalue(), problems, job.view())
+        view = job.view()
+        found = [one for one in view.findings() if one.level == "problem"]
+        return cls(code, page.getvalue(), [f"{one.check}: {one.message}" for one in found], view)
 
     def check_problem(self, headline: str, problem: str) -> None:
-        """The page begins with the headline, and both commands report the problem."""
+        """The page begins with the headline, and reports the problem."""
         assert self.code == 1
         assert headline in self.page.splitlines()[0]
         assert any(one.startswith(problem) for one in self.problems), self.problems

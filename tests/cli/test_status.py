@@ -10,9 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,9 +21,7 @@ from helpers.terminal import on_terminal
 
 import reloadpg
 from reloadpg.cli import main, records
-from reloadpg.cli import status as status_command
 from reloadpg.cli.console import show
-from reloadpg.cli.doctor import diagnose
 from reloadpg.cli.job import WAITING_S, WORKING_S, JobView
 from reloadpg.cli.records import LATE_S, SILENT_S, RankRecord, Reading, read_directory, typed
 from reloadpg.cli.status import page
@@ -332,8 +328,8 @@ def test_a_job_that_has_exited_is_exit_code_1(job, capsys):
     assert main(["status", str(job)]) == 1
     written = capsys.readouterr().out
     assert written.splitlines()[0].endswith("2 of 2 ranks: 2 exited")
-    levels = {one.level for one in diagnose(status_dir=job).findings if "has ended" in one.message}
-    assert levels == {"warning"}
+    found = JobView(read_directory(job)).findings()
+    assert {one.level for one in found if "has ended" in one.message} == {"warning"}
 
 
 def test_whether_other_ranks_still_run_when_some_have_exited():
@@ -366,84 +362,67 @@ def test_a_directory_without_ranks_is_exit_code_1(tmp_path, capsys, name, words)
     assert ("set RELOADPG_STATUS_DIR" in written) == (name == ".")
 
 
-def test_watch_writes_plain_text_or_json_without_a_terminal(job, monkeypatch, capsys):
-    """One page after the other, without control sequences; as JSON one line per look."""
-    looks = count(1)
-
-    def sleep(seconds):
-        if next(looks) % 3 == 0:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(status_command, "time", SimpleNamespace(sleep=sleep))
-    assert main(["status", str(job), "--watch"]) == 0
-    written = capsys.readouterr().out
-    assert written.count("2 of 2 ranks") == 3
-    assert "\x1b" not in written
-    assert main(["status", str(job), "--watch", "--json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [len(json.loads(line)["ranks"]) for line in lines] == [2, 2, 2]
-
-
 @pytest.mark.parametrize("columns", [50, 160])
 def test_a_small_terminal_shows_what_matters_most(tmp_path, columns):
-    """Findings are wrapped, and the table is cut off; a failed rank is at its top."""
+    """Findings are wrapped, and rows are cut off; a failed rank is at the top of the table."""
     waits = running(waiting=True, phase="released", since=time.time() - 100)
     for rank in range(40):
         failed = status(rank, 40, state="failed") if rank == 33 else status(rank, 40)
         in_it = waits if rank % 2 and rank != 33 else None
         write_rank(tmp_path, rank, 40, running=in_it, status=failed, time=time.time() + 600)
-    options = ["--watch", "--interval", "0.1"]
-    with on_terminal("status", tmp_path, *options, columns=columns, lines=40) as terminal:
-        terminal.read_until(lambda seen: seen.text.count("40 of 40 ranks") > 1)
-        drawn = terminal.text.split("reloadpg ")[1]
-        assert terminal.interrupt() == 0
+    with on_terminal("status", tmp_path, columns=columns) as terminal:
+        terminal.read_until(lambda _: False)
+    assert b"\x1b[1;31m" in terminal.raw  # a problem, in bold red
+    drawn = terminal.text
     missing = "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ... (21 in all): offload() not called yet"
     assert missing in " ".join(drawn.split())
-    assert drawn.splitlines()[-1].strip() == "..."  # rich's, where the terminal ends
-    assert len(drawn.splitlines()) == 40
     assert max(map(len, drawn.splitlines())) <= columns
     rows = drawn[drawn.index("rank  state") :].splitlines()
     assert rows[2].split()[:2] == ["33", "failed"]
+    assert rows[2].endswith("...") == (columns == 50)
 
 
-def until(path):
-    while not path.exists():
+def until(condition, ranks):
+    while not condition():
+        assert not ranks.done(), ranks.result()
         time.sleep(0.02)
 
 
 def one_cycle(rank, world_size, directory):
     """Stays offloaded until the test has seen it, and then live until the test has seen it."""
+
+    def await_test(what):
+        while not Path(directory, what).exists():
+            time.sleep(0.02)
+
     publish_status(directory)
     reloadpg.install(backends={"gloo"})
     dist.init_process_group("gloo")
     dist.new_group([0, 1], group_desc="pair")
     reloadpg.offload()
-    until(Path(directory, "seen 2"))
+    await_test("seen offloaded")
     report = reloadpg.reload()
-    until(Path(directory, "seen generation"))
+    await_test("seen live")
     dist.destroy_process_group()
     return report.total_ms
 
 
-def test_watch_follows_a_real_job_in_place(tmp_path, monkeypatch):
-    """On a terminal, until Ctrl-C, with exit code 0."""
+def test_the_page_follows_a_real_job(tmp_path, monkeypatch):
+    """It shows the state that all ranks are in, and the times that they measured."""
     monkeypatch.setattr(records, "SILENT_S", 180)  # one that is held up for some seconds is not
-    with (
-        ThreadPoolExecutor() as pool,
-        on_terminal("status", tmp_path, "--watch", "--interval", "0.1") as terminal,
-    ):
+    with ThreadPoolExecutor() as pool:
         ranks = pool.submit(run_ranks, one_cycle, 2, args=(str(tmp_path),), timeout=180)
-        for words in ("2 offloaded", "generation  1 on ranks 0-1"):
-            terminal.read_until(lambda seen, words=words: words in seen.text or ranks.done())
+        for state, words in (("offloaded", "0 on ranks 0-1"), ("live", "1 on ranks 0-1")):
+            until(
+                lambda state=state, words=words: (
+                    f"2 of 2 ranks: 2 {state}" in rendered(JobView(read_directory(tmp_path)))
+                    and messages(JobView(read_directory(tmp_path)))["generation"] == words
+                ),
+                ranks,
+            )
             job = JobView(read_directory(tmp_path))
-            (tmp_path / f"seen {words.split()[0]}").touch()
+            (tmp_path / f"seen {state}").touch()
         totals = ranks.result()
-        assert terminal.interrupt() == 0
-    assert "2 offloaded" in terminal.text
-    assert b"\x1b[1A" in terminal.raw  # the cursor goes up: a page replaces the one before
-    assert "Traceback" not in terminal.text
-    drawn = terminal.text[terminal.text.index("2 offloaded") :].replace("reloadpg ", "\n")
-    assert max(map(len, drawn.splitlines())) <= 160
     assert [one.last_ms["reload"] for one in job.ranks] == pytest.approx(totals)
     assert [one.desc for one in job.ranks[0].status.groups][1:] == ["pair"]
     assert set(messages(job)) == {"generation"}

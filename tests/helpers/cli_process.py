@@ -58,7 +58,7 @@ def _called(
         output = stack.enter_context(redirect_stdout(StringIO()))
         if until is not None:
             clock = SimpleNamespace(monotonic=lambda: LIMIT * until.exists(), sleep=time.sleep)
-            stack.enter_context(mock.patch("reloadpg.cli.explain_rank.time", clock))
+            stack.enter_context(mock.patch("reloadpg.cli.explain.time", clock))
         if cwd is not None:
             os.chdir(cwd)
             sys.path.insert(0, str(cwd))

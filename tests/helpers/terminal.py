@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -43,12 +42,6 @@ class Terminal:
             except OSError:  # on Linux: the other side is closed
                 return
             self.raw += data
-
-    def interrupt(self):
-        """Send Ctrl-C; return the exit code."""
-        self.process.send_signal(signal.SIGINT)
-        self.read_until(lambda _: False)
-        return self.process.wait(timeout=LIMIT)
 
 
 @contextmanager
