@@ -12,7 +12,6 @@ objects. Importing this package does not import torch.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -111,13 +110,6 @@ def __getattr__(name: str) -> Any:
     # Before any module of ours: RELOADPG_AUTOINSTALL installs at its end.
     import_module("torch")
     value = globals()[name] = getattr(import_module(f".{home}", __name__), name)
-    if name == "install":
-        # The core does not import monitoring, so it is connected to installations here.
-        import_module(".observability.publish", __name__).start_with_installations()
-        for other in _HOME_OF:  # a signal handler that calls status() must not import it
-            if other not in globals():
-                with suppress(AttributeError):  # its module is being imported, and imports torch
-                    __getattr__(other)
     return value
 
 

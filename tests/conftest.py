@@ -50,7 +50,6 @@ ONE_WORLD = (
     "rendezvous/test_round",
     "rendezvous/test_store_client",
     "rendezvous/test_worker_thread",
-    "observability/test_trace",
 )
 """Tests without a world, or always with the same one: they do not run in another world again."""
 

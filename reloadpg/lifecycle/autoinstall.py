@@ -34,9 +34,6 @@ def activate() -> None:
         return
     if value.lower() not in _YES:
         raise ValueError(f"{SWITCH}={value!r} is neither 1, true, yes, on nor 0, false, no, off.")
-    import reloadpg
-
-    reloadpg.install  # noqa: B018 - prepares what starts with installations
     from .install import install_by_environment
 
     install_by_environment()

@@ -49,7 +49,6 @@ class Callbacks:
     before_reload: list[Callback] = field(default_factory=list)
     reload: list[Callback] = field(default_factory=list)
     report: list[Callable[[Any], object]] = field(default_factory=list)
-    install: list[Callable[[], object]] = field(default_factory=list)
     uninstall: list[Callable[[], object]] = field(default_factory=list)
 
     def after_fork(self) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 
 import torch
 
@@ -30,6 +31,9 @@ logger = logging.getLogger("reloadpg")
 
 STRATEGIES = ("recreate", "suspend")
 """Values of ``install(strategy=...)``."""
+
+OBSERVER = "reloadpg.observability.publish"
+"""The module whose ``start`` each installation calls; named, since it builds on this package."""
 
 
 class Installation:
@@ -204,8 +208,7 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
     if installation._owner:  # without the lock: programs can handle warnings themselves
         _warn_of_torch()
         _warn_of_unmanaged()
-    for callback in list(callbacks.install):
-        callback()
+    import_module(OBSERVER).start()
     return installation
 
 

@@ -1,14 +1,10 @@
-"""Publication of this process's status: a record in a file and at torch's debug server.
+"""Publication of this process's status: a record in a file.
 
 If ``RELOADPG_STATUS_DIR`` is set, a process that installs reloadpg keeps ``rank-<n>.json`` there,
 for ``reloadpg status``. The file is rewritten atomically at the start and end of each operation and
 each second, so a reader finds a complete record, and an old one if the process has ended or is
-stopped. While an operation runs, the record has its progress. ``trace-rank-<n>.json`` is the trace
-of the last operations, for ``reloadpg trace``. A daemon thread of this module writes the files, so
-a slow or full disk delays no other thread.
-
-``torch.distributed.debug.start_debug_server()`` starts one server per rank (torch 2.13 and later),
-which returns the same record at ``/handler/reloadpg``. This module starts no server.
+stopped. While an operation runs, the record has its progress. A daemon thread of this module writes
+the file, so a slow or full disk delays no other thread.
 """
 
 from __future__ import annotations
@@ -22,13 +18,12 @@ import socket
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import reloadpg
-from reloadpg import c10d
+from reloadpg import c10d, on_report
 from reloadpg.extend import (
     LibraryThread,
     between_operations,
@@ -42,15 +37,11 @@ from reloadpg.processes import process_table, start_of
 from reloadpg.reports import Report
 from reloadpg.settings import STATUS_DIR
 
-from .exporters import subscribe
 from .logs import current_rank, name_rank_in_records
-from .trace import replace_file, write_trace
 
 VERSION = 1
 """Version of the record's format."""
 
-HANDLER = "reloadpg"
-KEPT_REPORTS = 50
 HEARTBEAT_S = 1.0
 _LASTING = ("rank", "world_size", "generation", "cycles", "groups", "memory_bytes", "last_error")
 """Values of a status that are kept after the job's groups were destroyed."""
@@ -63,36 +54,17 @@ _STILL_S = 2.0
 logger = logging.getLogger("reloadpg")
 
 
-def start_with_installations() -> None:
-    """Call :func:`start` with every ``install`` from now on. Local; idempotent."""
-    if start not in callbacks.install:
-        callbacks.install.append(start)
-
-
 def start() -> None:
-    """Set the rank in log records, serve torch's debug server, publish the status if requested.
+    """Set the rank in log records, and publish the status if it is requested.
 
     Local; idempotent. Each ``install`` calls it, also if the library is already installed, so that
     a forked child gets the same.
     """
     name_rank_in_records()
     try:
-        serve_status()
         publish_status()
     except Exception as error:  # monitoring must not stop the job
         logger.warning("the status of this process will not be published: %s", error)
-
-
-def serve_status() -> bool:
-    """Register the status record with the debug server of this process, started or not.
-
-    Local; idempotent; costs nothing until a request. The response is built in the server's thread
-    and uses no communicator while an operation runs.
-
-    Returns:
-        Whether the installed torch supports handlers (2.8 does not).
-    """
-    return _process.serve()
 
 
 def publish_status(directory: str | os.PathLike[str] | None = None) -> Callable[[], None]:
@@ -122,21 +94,19 @@ class StatusRecord:
 
     Attributes:
         changed: called after a change, in the thread that made it; must not block.
-        reports: the last reports, for a trace; kept only while there is a subscriber.
     """
 
     def __init__(self, *, forked: bool = False) -> None:
         self._forked = forked
         self._report: Report | None = None
         self._last_ms: dict[str, float] = {}
-        self.reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
         self._status: dict[str, Any] = {}
         self._seen: tuple[Any, ...] | None = None
         self._host = socket.gethostname()
         self._begun: dict[str, int] = {}
         self._begun_at = time.time()
         self.changed: Callable[[], object] = _ignore
-        subscribe("the status record", self._note)
+        on_report(self._note)
         callbacks.begin.append(self._begin)
 
     @property
@@ -215,7 +185,6 @@ class StatusRecord:
         self._last_ms[report.operation] = report.total_ms
         self._seen = None
         if self.changed is not _ignore:  # status() takes up to some ms, so only if it is published
-            self.reports.append(report)
             self._update()
 
     def _update(self) -> None:
@@ -273,7 +242,6 @@ class Publisher:
         self._ended = self._exiting = False
         self._trouble = False
         self._path: Path | None = None
-        self._traced: Report | None = None
         self._thread = LibraryThread(target=self._run, name="reloadpg-status", daemon=True)
 
     def start(self) -> None:
@@ -323,10 +291,32 @@ class Publisher:
         if self._path not in (None, path):  # the launcher had given another rank
             self._path.unlink(missing_ok=True)  # type: ignore[union-attr]
         self._path = path
-        reports = tuple(self._record.reports)
-        if reports and reports[-1] is not self._traced:
-            write_trace(reports, self.directory / f"trace-rank-{rank}.json")
-            self._traced = reports[-1]
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically, even if this process is killed. Local.
+
+    The file, and its directory if that is created, are readable by this user only. A link at that
+    name is replaced, never followed.
+
+    Raises:
+        OSError: it cannot be written; the old file is unchanged.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # In a directory that other users can write to, this name may be their link or file.
+    if os.path.lexists(part) and (part.is_symlink() or part.lstat().st_uid != os.geteuid()):
+        part.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    try:
+        with open(os.open(part, flags, 0o600), "w") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise PermissionError(f"{part} belongs to another user; it was not written to")
+            file.write(text)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 class _Process:
@@ -336,7 +326,6 @@ class _Process:
         self._lock = threading.Lock()
         self._record: StatusRecord | None = None
         self._publisher: Publisher | None = None
-        self._served: bool | None = None
         self._hooked = self._forked = False
 
     def record(self) -> StatusRecord:
@@ -351,18 +340,6 @@ class _Process:
                 atexit.register(self._end)
                 self._hooked = True
             return self._record
-
-    def serve(self) -> bool:
-        self.record()  # so that it has the reports from now on
-        with self._lock:
-            if self._served is None:
-                self._served = c10d.register_debug_handler(HANDLER, self._answer)
-            return self._served
-
-    def _answer(self) -> str:
-        record = self.record()
-        record.refresh()
-        return record.text()
 
     def publish(self, directory: Path) -> Callable[[], None]:
         self.record()

@@ -138,11 +138,38 @@ def the_repeated_steps(ranks: list[dict[str, Any]]) -> None:
         assert (rank["generation"], rank["groups"]) == (0, 2)
 
 
+def the_metrics(ranks: list[dict[str, Any]]) -> None:
+    """Of one offload and one reload: calls, times, and the bytes of the two groups."""
+    for rank in ranks:
+        metrics, done = rank["metrics"], ("offload", "reload")
+        assert [metrics[f"reloadpg_calls_total/{one}/False"] for one in done] == [1, 1]
+        assert all(metrics[f"reloadpg_seconds_total/{one}"] > 0 for one in done)
+        assert all(metrics[f"reloadpg_wait_seconds_total/{one}"] > 0 for one in done)
+        assert metrics["reloadpg_released_bytes"] == 2 << 20
+        assert rank["seen"] == [("generate", "offloaded", 0)]
+
+
+def the_spans(ranks: list[dict[str, Any]]) -> None:
+    """Of one offload and one reload: phases and groups are within the call."""
+    for number, rank in enumerate(ranks):
+        calls = [span for span in rank["spans"] if span.parent is None]
+        assert [span.name for span in calls] == ["reloadpg.offload", "reloadpg.reload"]
+        assert [span.attributes for span in calls] == [
+            {"rank": number, "generation": generation} for generation in (0, 1)
+        ]
+        for call in calls:
+            parts = [span for span in rank["spans"] if span.parent == call.number]
+            assert {"0", "wait.enter"} <= {span.name for span in parts}
+            assert all(call.times[0] <= span.times[0] <= span.times[1] for span in parts)
+
+
 RL = "docs/colocated-rl.md"
 CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("README.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
     ("docs/index.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
-    ("docs/start.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
+    ("docs/start.md", "with reloadpg.offloaded() as report"): (2, the_colocated_loop),
+    ("docs/start.md", "prometheus_client"): (2, the_metrics),
+    ("docs/start.md", "opentelemetry"): (2, the_spans),
     ("docs/adoption.md", "used = pause()"): (2, the_uniform_pause),
     ("docs/frameworks.md", "offloaded(engine)"): (2, the_hook_of_deepspeed),
     ("docs/trainers.md", "fully_shard(model"): (2, the_reloaded_mesh),

@@ -30,6 +30,7 @@ from reloadpg.groups.patches import note_loaded_modules
 from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.lifecycle.job import jobs
+from reloadpg.observability import publish
 
 HOMES = (dist, distributed_c10d, device_mesh)
 TIMEOUT = timedelta(seconds=20)
@@ -265,9 +266,9 @@ def test_an_unknown_variable_that_is_empty_counts_as_unset(monkeypatch):
 
 
 @pytest.mark.ranks(1)
-def test_no_lock_is_held_while_a_callback_of_the_installation_runs():
-    """At the first call of ``install``, at a second one, and at ``uninstall``, another thread can
-    register the job.
+def test_no_lock_is_held_while_a_callback_of_the_installation_runs(monkeypatch):
+    """While ``install`` starts the observer, at a second call, too, and while ``uninstall`` calls
+    back, another thread can register the job.
     """
     ended = []
 
@@ -277,7 +278,7 @@ def test_no_lock_is_held_while_a_callback_of_the_installation_runs():
         thread.join(60.0)
         ended.append(not thread.is_alive())
 
-    callbacks.install.append(elsewhere)
+    monkeypatch.setattr(publish, "start", elsewhere)
     callbacks.uninstall.append(elsewhere)
     reloadpg.install(backends="gloo", min_size=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

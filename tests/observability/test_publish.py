@@ -1,4 +1,4 @@
-"""Publishing and exporting do not break or delay a job, and end with it."""
+"""Publishing does not break or delay a job, and ends with it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from helpers import worlds
-from helpers.reports import report
 
 import reloadpg
 from reloadpg import observability
-from reloadpg.lifecycle.callbacks import callbacks
-from reloadpg.observability import publish, trace
-from reloadpg.observability.exporters import subscribe
+from reloadpg.observability import publish
 
 LIMIT_S = 120.0
 
@@ -160,7 +157,6 @@ def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
         observability.publish_status(tmp_path)()
 
     reloadpg.install(backends={"gloo"}, min_size=1)
-    observability.serve_status()
     observability.publish_status(tmp_path)
     until(lambda: read(path))
     with publish._process._lock:  # as if another thread held it
@@ -223,6 +219,31 @@ def test_nothing_is_published_without_the_variable_or_without_a_rank(
     assert not any(tmp_path.iterdir())
 
 
+READS = """
+import sys, threading
+import reloadpg
+
+reloadpg.install, reloadpg.status, reloadpg.on_report
+from reloadpg.lifecycle.callbacks import callbacks
+assert not [name for name in sys.modules if name.startswith("reloadpg.observability")]
+assert (callbacks.report, callbacks.begin) == ([], [])
+reloadpg.install(backends={"gloo"})
+import logging
+assert "RankHandler" in str(logging.getLogger("reloadpg").handlers)
+assert "reloadpg-status" in [thread.name for thread in threading.enumerate()]
+assert len(callbacks.report) == 1
+"""
+
+
+def test_only_an_installation_starts_it(tmp_path: Path) -> None:
+    """To read the names of the package starts and loads nothing of it."""
+    env = {**os.environ, "RELOADPG_STATUS_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", READS], env=env, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.ranks(1)
 def test_no_other_thread_reads_the_status_during_an_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -278,39 +299,6 @@ def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
     assert (first["state"], len(first["groups"])) == ("live", 1)
 
 
-def test_an_exporter_that_fails_is_disabled_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    calls, before = [], list(callbacks.report)
-
-    def broken(_: object) -> None:
-        calls.append(1)
-        raise OSError("disk full")
-
-    remove = subscribe("the test", broken)
-    for _ in range(2):
-        for callback in [one for one in callbacks.report if one not in before]:
-            callback(report())
-    remove()
-    assert calls == [1]
-    (record,) = caplog.records
-    assert "the test failed and is now disabled" in record.getMessage()
-    assert callbacks.report == before
-
-
-@pytest.mark.parametrize("name", ["prometheus_client", "opentelemetry"])
-def test_spans_and_metrics_without_their_packages(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Spans do nothing; metrics name the extra to install."""
-    monkeypatch.setitem(sys.modules, name, None)
-    if name == "opentelemetry":
-        observability.export_spans()()
-    else:
-        with pytest.raises(ImportError, match=r"pip install 'reloadpg\[prometheus\]'"):
-            observability.ReloadpgCollector()
-
-
 @pytest.mark.ranks(1)
 def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
     """With any umask. The target of a link is unchanged."""
@@ -320,17 +308,17 @@ def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
     _single_rank()
     with reloadpg.offloaded():
         pass
-    until((status / "trace-rank-0.json").exists)
+    until((status / "rank-0.json").exists)
     end()
     modes = {path.name: path.stat().st_mode & 0o777 for path in status.iterdir()}
-    assert modes == {"rank-0.json": 0o600, "trace-rank-0.json": 0o600}
+    assert modes == {"rank-0.json": 0o600}
     assert status.stat().st_mode & 0o777 == 0o700
     target = tmp_path / "target"
     target.write_text("untouched")
     part = tmp_path / f".file.{os.getpid()}.part"
     for link in (part, tmp_path / "file"):
         link.symlink_to(target)
-    trace.replace_file(tmp_path / "file", "new")
+    publish.replace_file(tmp_path / "file", "new")
     assert target.read_text() == "untouched"
     assert not (tmp_path / "file").is_symlink()
     assert (tmp_path / "file").read_text() == "new"
