@@ -132,7 +132,7 @@ class Selection:
 
     @property
     def set_names(self) -> tuple[str, ...]:
-        """The declared sets, beside the trainer's."""
+        """The declared sets, without the trainer's."""
         return tuple(name for name, patterns in self.sets if name and patterns is not None)
 
     def managed_set(self, name: str | None) -> str | None:

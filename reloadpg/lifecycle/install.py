@@ -112,8 +112,8 @@ def install(
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
             bypass, for example ``"*_SERVICE"``. Matched against the name and description at
             creation. Equal on all ranks.
-        sets: the sets of groups beside ``"trainer"``. A name, or several: the groups of a set are
-            those that are created in a :class:`region` of its name. Or a mapping from each name to
+        sets: the sets of groups other than ``"trainer"``. A name, or several: the groups of a set
+            are those that are created in a :class:`region` of its name. Or a mapping from each name to
             a pattern (``fnmatch``), or several, of the modules that create its groups, for example
             ``{"engine": "vllm.*"}``. The innermost caller of torch that matches a pattern decides,
             unless a region applies. All other groups are in ``"trainer"``; the default group always

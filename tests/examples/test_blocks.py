@@ -179,7 +179,7 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
     (RL, 'connect="eager"'): (2, the_rollout),
     (RL, "groups_live()"): (2, the_update_while_asleep),
-    (RL, "StrategyPolicy("): (2, the_report),
+    (RL, 'strategy="suspend"'): (2, the_report),
     ("environment", "ensure_process_group()"): (2, the_evaluator),
     ("environment", "process_group_scope()"): (2, the_owner),
     ("environment", 'mesh_dims={"pp": 2, "dp_shard": -1, "tp": 4}'): (8, the_mesh),

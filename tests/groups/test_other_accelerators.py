@@ -127,7 +127,7 @@ def test_groups_of_an_out_of_tree_backend_are_reloadable(
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("excluded", [False, True])
 def test_a_runtime_that_breaks_with_its_last_communicator(excluded: bool, rank: int) -> None:
-    """A group that bypasses keeps the process's state, and works meanwhile (failure 39)."""
+    """A group that bypasses keeps the process's state, and works all the time (failure 39)."""
     plug_in("npu", "hccl")
     reloadpg.install(exclude="anchor" if excluded else None)
     dist.init_process_group("hccl")

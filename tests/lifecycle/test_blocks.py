@@ -227,7 +227,7 @@ DECORATORS = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", DECORATORS)
 def test_a_decorated_function_runs_in_the_block(rank, kind):
-    """Each call in a block of its own, also if it calls itself."""
+    """Each call is a separate block, also if it calls itself."""
     start(sets="engine")
 
     @DECORATORS[kind]()
