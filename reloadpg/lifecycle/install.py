@@ -113,8 +113,8 @@ def install(
             bypass, for example ``"*_SERVICE"``. Matched against the name and description at
             creation. Equal on all ranks.
         sets: the sets of groups other than ``"trainer"``. A name, or several: the groups of a set
-            are those that are created in a :class:`region` of its name. Or a mapping from each name to
-            a pattern (``fnmatch``), or several, of the modules that create its groups, for example
+            are those that are created in a :class:`region` of its name. Or a mapping from each name
+            to a pattern (``fnmatch``), or several, of the modules that create its groups, such as
             ``{"engine": "vllm.*"}``. The innermost caller of torch that matches a pattern decides,
             unless a region applies. All other groups are in ``"trainer"``; the default group always
             is. Groups that match the patterns under the key None bypass, and so do all groups of a
