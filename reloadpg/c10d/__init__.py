@@ -63,6 +63,12 @@ from .engine_variables import nccl_settings as nccl_settings
 from .engine_variables import recovery_settings as recovery_settings
 from .engine_variables import release_cautions as release_cautions
 from .engine_variables import torchcomms_obstacle as torchcomms_obstacle
+from .flight_recorder import clear_dump_request as clear_dump_request
+from .flight_recorder import dump_interval as dump_interval
+from .flight_recorder import dump_is_requested as dump_is_requested
+from .flight_recorder import lacks_dumps as lacks_dumps
+from .flight_recorder import signal_store as signal_store
+from .flight_recorder import write_dump as write_dump
 from .inspection import SYMMETRIC_MEMORY as SYMMETRIC_MEMORY
 from .inspection import is_coalescing as is_coalescing
 from .inspection import on_collective_error as on_collective_error

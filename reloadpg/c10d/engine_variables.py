@@ -127,7 +127,7 @@ def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
 
     By ``ProcessGroupNCCL.cpp`` of torch 2.8 to 2.15: with the allocator's hook, each new segment of
     memory is registered with every communicator in a table that ``shutdown()`` does not clear. The
-    first default group of the process writes all dumps that a pipe or a timeout requests.
+    first group of the process writes all dumps that a pipe requests.
     """
     cautions = []
     if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") not in ("", "0"):

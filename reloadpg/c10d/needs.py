@@ -238,6 +238,18 @@ NEEDS: tuple[Need, ...] = (
         "tests",
     ),
     *_names(_C, "_dump_nccl_trace", "unfinished collectives are listed", "status"),
+    *_names(
+        _C,
+        "_dump_nccl_trace",
+        "a dump is written at a timeout after a reload",
+        "flight recorder",
+    ),
+    *_names(
+        f"{_C}:ProcessGroupNCCL",
+        "uid",
+        "the group that writes torch's dumps is found",
+        "flight recorder",
+    ),
     *_names(_C, "_dump_fr_trace", "unfinished collectives are listed", "status"),
     *_names(
         "torch.distributed.c10d_logger",

@@ -26,6 +26,7 @@ from ..groups.sets import Chosen, SetStates
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Task, Wait, exiting
+from .dumps import DumpWatch, watch
 
 _CONNECT_S = 6.0
 """Seconds within which a connection to the store succeeds without a response from DNS."""
@@ -57,6 +58,7 @@ class Job:
             groups.
         creation_stores: store clients for creating groups; None without peers.
         connecting: connections to the store that are made in the background.
+        dumps: the thread that writes the flight recorder's dumps; None while torch does.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
         owed: sets whose callbacks of a reload are due on this rank though no group is offloaded:
             an offload has failed after its callbacks, or a callback after a reload has failed.
@@ -73,6 +75,7 @@ class Job:
     doomed: dict[ManagedGroup, tuple[str, list[Any]]] = field(default_factory=dict)
     creation_stores: StorePool | None = None
     connecting: list[Task[Any]] = field(default_factory=list)
+    dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
     owed: list[Chosen] = field(default_factory=list)
     last_error: str = ""
@@ -106,8 +109,16 @@ class Job:
             with suppress(RuntimeError):  # no thread can be started: the reload connects them
                 self.connecting += self.creation_stores.connect_ahead(creators)
 
+    def watch_dumps(self) -> None:
+        """Write the flight recorder's dump at a timeout, if torch no longer does. Local."""
+        if not self.rendezvous.alone:
+            root = c10d.root_store_of_job(self.world)
+            self.dumps = watch(self.dumps, root, self.rendezvous.rank)
+
     def await_connections(self) -> None:
         """Wait a limited time for connections in progress, which hold rank 0's store."""
+        if self.dumps is not None:
+            self.dumps.end()
         if self.creation_stores is not None:
             self.creation_stores.end()
         wait = Wait("the end of the job", _CONNECT_S)

@@ -252,6 +252,7 @@ def rebuild(
     op.barrier("done")
     op.call_after([*op.of_generations(callbacks.reload, gone), *callbacks.reload])
     op.complete("" if op.record.groups else "no reloadable group here")
+    job.watch_dumps()
 
 
 def leave_out(op: Operation) -> None:
