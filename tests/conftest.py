@@ -67,7 +67,6 @@ NOT_ON_NCCL = {
     "lifecycle/test_properties.py": "programs over gloo; nccl/test_fault_programs.py has NCCL's",
     "lifecycle/test_recover.py": "faults of gloo",
     "lifecycle/test_suspend.py::test_groups_of_a_backend_that_cannot_suspend": "NCCL can",
-    "lifecycle/test_suspend_faults.py": "simulated",
     "lifecycle/test_two_hosts.py": "faults of gloo",
 }
 """Tests that a world on NCCL leaves out, by the start of their names, and why."""
@@ -90,7 +89,6 @@ LONGEST = (
     "rendezvous/test_protocol",
     "plugin/test_plugin",
     "lifecycle/test_recover",
-    "lifecycle/test_suspend_faults",
     "consumers/test_compile",
     "environment/test_ownership",
     "lifecycle/test_suspend",

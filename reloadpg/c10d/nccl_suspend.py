@@ -30,8 +30,6 @@ def suspend_obstacle(backend: CppBackend) -> str:
     name = backend.name()
     if suspend is None:
         return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
-    if suspend is not getattr(CppBackend, "suspend", None):
-        return _cumem_obstacle()  # a backend in Python that implements suspend
     if not name.startswith("nccl"):
         return f"backend {name} cannot suspend its communicators"
     if not hasattr(backend, "_comm_ptr"):  # ProcessGroupNCCL2 of 2.14, which has ``suspend``
@@ -59,18 +57,12 @@ def suspend_backend(backend: CppBackend) -> None:
     calls NCCL as torch does, but without these locks: another thread can abort the communicator,
     which ends the call (seen over stand-ins for NCCL, not on a GPU).
     """
-    if _is_nccl(backend):
-        _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
-    else:
-        cast(Any, backend).suspend()
+    _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
 
 
 def resume_backend(backend: CppBackend) -> None:
     """Resume the communicator of a backend; see :func:`suspend_backend`."""
-    if _is_nccl(backend):
-        _call_nccl("ncclCommResume", backend)
-    else:
-        cast(Any, backend).resume()
+    _call_nccl("ncclCommResume", backend)
 
 
 @contextmanager
@@ -102,10 +94,6 @@ _IN_PROGRESS = 7
 
 _SUSPEND_MEM = 1
 """``NCCL_SUSPEND_MEM`` of ``nccl.h``."""
-
-
-def _is_nccl(backend: CppBackend) -> bool:
-    return type(backend).__name__.startswith("ProcessGroupNCCL")
 
 
 def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:

@@ -9,8 +9,7 @@ a descendant whose parent has died becomes its child, in any session, and is kil
 when the caller requests it, closes the connection or dies. The kernel kills the ranks if the
 supervisor itself is killed.
 
-Torch is used only if it is already imported, since a spawned rank may choose the order of its
-imports. Ranks write files in the directory of the run: ``N.out``, ``N.result``, ``N.error`` and
+Ranks write files in the directory of the run: ``N.out``, ``N.result``, ``N.error`` and
 ``N.stack``.
 """
 
@@ -71,7 +70,6 @@ class RunSpec:
     call: bytes
     modules: Sequence[tuple[str, str]]
     preload: Sequence[str]
-    start_method: str
     environments: Sequence[dict[str, str]]
     directory: Path
     caller: int
@@ -104,12 +102,11 @@ def supervise(caller: Connection, job: RunSpec) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Ranks ignore it until they can dump their stacks: the default action would kill them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if job.start_method == "forkserver":
-        preload = importlib.import_module("reloadpg.testing._preload")  # if the server could not
-        if job.preload:
-            preload.import_all(job.preload)
-        if not gc.isenabled():
-            preload.finish()
+    preload = importlib.import_module("reloadpg.testing._preload")  # if the server could not
+    if job.preload:
+        preload.import_all(job.preload)
+    if not gc.isenabled():
+        preload.finish()
     _Supervisor(caller, job).run()
 
 
@@ -180,8 +177,7 @@ class _Supervisor:
         shutil.rmtree(self._job.directory, ignore_errors=True)
 
     def _start(self) -> None:
-        forked = self._job.start_method == "forkserver"
-        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
+        context: Any = multiprocessing.get_context("fork")
         if self._caller.poll():
             raise _CallerLeftError
         begun = time.monotonic()  # a rank can fail before the last one is started
@@ -191,8 +187,8 @@ class _Supervisor:
                 os.environ.update(environment)
                 _redirect_output(self._job.directory / f"{rank}.out")
                 ours, theirs = multiprocessing.Pipe(duplex=False)
-                inherited = [self._caller, self._release, ours] if forked else []
-                inherited += [each.connection for each in self._ranks] if forked else []
+                inherited = [self._caller, self._release, ours]
+                inherited += [each.connection for each in self._ranks]
                 process = context.Process(
                     target=_run_rank,
                     args=(self._job, rank, os.getpid(), theirs, self._stay, inherited),
@@ -329,18 +325,16 @@ def _run_rank(
         # Gloo fails there if the sockets close ("connection closed by peer").
         with contextlib.suppress(EOFError):
             stay.recv()
-        code, failed = 0, False
+        code = 0
     except BaseException as error:
         error.__traceback__ = _own_frames_skipped(error.__traceback__)
         reason = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
         report = time.monotonic(), reason, folded_traceback(error)
         _write(job.directory / f"{rank}.error", pickle.dumps(report))
-        code, failed = _exit_code(error), True
+        code = _exit_code(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    # A failed rank must not wait for threads that wait for the other ranks.
-    if failed or job.start_method == "forkserver":
-        os._exit(code)
+    os._exit(code)  # a failed rank must not wait for threads that wait for the other ranks
 
 
 def _prepare(job: RunSpec, rank: int) -> None:

@@ -51,8 +51,6 @@ class Communicator:
         self._early = c10d.gloo_options(record.info.timeout)
         self._gloo: Any = None
         self._group: ProcessGroup | None = None
-        self._suspended: ProcessGroup | None = None
-        self._barriers = 0
         self._connecting = threading.Lock()
         self._changing = threading.RLock()  # a collection may release it while we hold this
         accelerator.open(record)
@@ -105,12 +103,6 @@ class Communicator:
     def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
         self.check_alive(operation)
         record = self.record
-        if self._suspended is not None:
-            # NCCL does not prevent this use; its behaviour is undefined.
-            raise DistBackendError(
-                f"an illegal memory access was encountered: {operation} on {record}, whose "
-                "communicator is suspended"
-            )
         self._accelerator.check("connect", operation, record)
         options = c10d.gloo_options(c10d.timeout_of(self._early), _device(lazy=not eager))
         # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
@@ -122,8 +114,7 @@ class Communicator:
         c10d.set_name(group, record.info.name)
         with self._changing:
             self.check_alive(operation)  # it may have been aborted while this thread waited
-            held = self._settings.bytes_per_communicator
-            self._accelerator.connect(record, held, int(held * self._settings.persistent_share))
+            self._accelerator.connect(record, self._settings.bytes_per_communicator)
             self._gloo, self._group = gloo, group
         self._accelerator.check("connect", operation, record, "after")
         return group
@@ -163,61 +154,11 @@ class Communicator:
         return c10d.NO_ERROR
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by NCCL's names. Local. Raises if the communicator was never used."""
-        self._used("memory_stats")
-        return self.record.memory_stats()
-
-    def suspend(self) -> None:
-        """Release memory until :meth:`resume`. Collective over the members, without a timeout."""
-        self._used("suspend")
-        if self._suspended is not None:
-            raise self._misuse("suspend", "suspended already")
-        self._accelerator.check("suspend", "suspend", self.record)
-        self._barrier("suspend")
-        with self._changing:
-            self.check_alive("suspend")
-            self._suspended, self._group = self._group, None
-            self._accelerator.suspend(self.record, works=self._settings.suspend_works)
-        self._accelerator.check("suspend", "suspend", self.record, "after")
-
-    def resume(self) -> None:
-        """Allocate the memory again. Collective over the members, without a timeout.
-
-        A member that fails returns, while the others keep waiting for it.
-        """
-        self._used("resume")
-        if self._suspended is None:
-            raise self._misuse("resume", "not suspended")
-        self._accelerator.check("resume", "resume", self.record)
-        with self._changing:
-            self.check_alive("resume")
-            self._accelerator.resume(self.record)
-        self._barrier("resume")
-        with self._changing:
-            self.check_alive("resume")
-            self._group, self._suspended = self._suspended, None
-        self._accelerator.check("resume", "resume", self.record, "after")
-
-    def _used(self, operation: str) -> None:
-        self.check_alive(operation)
-        if self._group is None and self._suspended is None:
-            raise self._misuse(operation, "not initialized: it was never used")
-
-    def _misuse(self, operation: str, what: str) -> DistBackendError:
-        return DistBackendError(
-            f"invalid usage: {operation} on {self.record}, whose communicator is {what}"
-        )
-
-    def _barrier(self, operation: str) -> None:
-        """Wait for all members, in the group's store, until this one is aborted."""
-        self.check_alive(operation)
-        store = c10d.clone_store(self._store)
-        self._barriers += 1
-        key = f"sim/{operation}/{self._barriers}"
-        store.add(key, 1)
-        while store.add(key, 0) < self.record.info.size:
-            self.check_alive(operation)
-            time.sleep(0.002)
+        """Bytes that it holds, by NCCL's name. Local. Raises if the communicator was never used."""
+        self.check_alive("memory_stats")
+        if self._group is None:
+            raise DistBackendError(f"memory_stats on {self.record}: it is not initialized")
+        return {"total": self.record.info.held_bytes}
 
     def shutdown(self) -> None:
         """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
@@ -247,8 +188,8 @@ class Communicator:
 
     def _take(self, state: SimState) -> list[Any]:
         with self._changing:
-            parts: list[Any] = [self._gloo, self._group or self._suspended]
-            self._gloo = self._group = self._suspended = None
+            parts: list[Any] = [self._gloo, self._group]
+            self._gloo = self._group = None
             self._accelerator.close(self.record, state)
         return parts
 

@@ -27,8 +27,6 @@ _KEPT = 1024
 @dataclass(frozen=True)
 class Settings:
     bytes_per_communicator: int = 32 << 20
-    persistent_share: float = 0.125
-    suspend_works: bool = True
     eager: bool = False
     creation_seconds: float = 0.0
     release_seconds: float = 0.0
@@ -43,7 +41,6 @@ class SimState(str, Enum):
 
     CREATED = "created"
     CONNECTED = "connected"
-    SUSPENDED = "suspended"
     RELEASED = "released"
     LEAKED = "leaked"
 
@@ -64,7 +61,6 @@ class Stats:
         held_bytes: memory that communicators hold.
         peak_bytes: maximum of ``held_bytes``.
         collectives: number of collective and point-to-point operations that were started.
-        suspended, resumed: number of suspends and resumes.
     """
 
     created: int
@@ -75,8 +71,6 @@ class Stats:
     held_bytes: int
     peak_bytes: int
     collectives: int
-    suspended: int = 0
-    resumed: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,13 +123,11 @@ class GroupRecord:
 
     info: GroupInfo
     memory: mmap.mmap | None = None
-    persistent: mmap.mmap | None = None
-    suspendable_bytes: int = 0
     releasing: bool = False
 
     def change(self, **values: Any) -> None:
         """Replace values of ``info``. The device's lock is held."""
-        held_bytes = _length(self.memory) + _length(self.persistent)
+        held_bytes = len(self.memory) if self.memory is not None else 0
         self.info = replace(self.info, held_bytes=held_bytes, **values)
 
     @property
@@ -151,22 +143,12 @@ class GroupRecord:
     def __str__(self) -> str:
         return f"group {self.info.name!r} ({self.info.desc})"
 
-    def memory_stats(self) -> dict[str, int]:
-        return {
-            "suspend": self.suspendable_bytes,
-            "suspended": int(self.info.state is SimState.SUSPENDED),
-            "persist": _length(self.persistent),
-            "total": self.info.held_bytes,
-        }
-
 
 # ---------------------------------------------------------------------------------------------
 # faults
 
 
-FaultPoint = Literal[
-    "create", "connect", "release", "suspend", "resume", "collective", "barrier", "failure"
-]
+FaultPoint = Literal["create", "connect", "release", "collective", "barrier", "failure"]
 FaultAction = Literal["raise", "stall", "exit", "kill", "call"]
 FaultMoment = Literal["before", "waiting", "after"]
 
@@ -181,9 +163,9 @@ class Fault:
 
     Attributes:
         at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
-            (``shutdown`` or ``abort``), ``suspend``, ``resume``, ``collective`` (the start of an
-            operation). On any backend: ``barrier`` (of an offload, a reload or a recovery),
-            ``failure`` (this rank is about to notify the others that it has failed).
+            (``shutdown`` or ``abort``), ``collective`` (the start of an operation). On any
+            backend: ``barrier`` (of an offload, a reload or a recovery), ``failure`` (this rank is
+            about to notify the others that it has failed).
         action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
             fault is cleared or ``seconds`` have passed, then continue; ``exit`` the process with
             ``exit_code`` and no clean-up; ``kill`` it with SIGKILL; ``call`` a function.
@@ -356,34 +338,14 @@ class Device:
         with self.lock:
             return None if self.capacity is None else self.capacity - self._counts["held_bytes"]
 
-    def connect(self, record: GroupRecord, size: int, persistent: int) -> None:
-        """Take ``size`` bytes of real memory, of which a suspend leaves ``persistent``."""
+    def connect(self, record: GroupRecord, size: int) -> None:
+        """Take ``size`` bytes of real memory."""
         with self.lock:
             self._take(size)
-        record.persistent, record.memory = _resident(persistent), _resident(size - persistent)
+        record.memory = _resident(size)
         with self.lock:
-            record.suspendable_bytes = size - persistent
             record.change(state=SimState.CONNECTED)
             self._counts["connected"] += 1
-
-    def suspend(self, record: GroupRecord, *, works: bool) -> None:
-        with self.lock:
-            if works and record.memory is not None:
-                memory, record.memory = record.memory, None
-                self._counts["held_bytes"] -= len(memory)
-                memory.close()
-            record.change(state=SimState.SUSPENDED)
-            self._counts["suspended"] += 1
-
-    def resume(self, record: GroupRecord) -> None:
-        with self.lock:
-            missing = record.suspendable_bytes if record.memory is None else 0
-            self._take(missing)
-        memory = _resident(missing)
-        with self.lock:
-            record.memory = memory or record.memory
-            record.change(state=SimState.CONNECTED)
-            self._counts["resumed"] += 1
 
     def _take(self, size: int) -> None:
         free = self.free_bytes
@@ -407,12 +369,10 @@ class Device:
             self._counts["held_bytes"] -= record.info.held_bytes
             self._counts["live"] -= 1
             self._counts[state.value] += 1
-            parts = record.memory, record.persistent
-            record.memory = record.persistent = None
+            memory, record.memory = record.memory, None
             record.change(state=state)
-            for memory in parts:
-                if memory is not None:
-                    memory.close()
+            if memory is not None:
+                memory.close()
             self._ended.append(self._live.pop(record.info.serial))
 
     def stats(self) -> Stats:
@@ -463,10 +423,6 @@ class Device:
             where = f"{moment} {at} {operation}"
         for handle in due:
             handle.act(where, record.info if isinstance(record, GroupRecord) else record)
-
-
-def _length(memory: mmap.mmap | None) -> int:
-    return len(memory) if memory is not None else 0
 
 
 def _resident(size: int) -> mmap.mmap | None:

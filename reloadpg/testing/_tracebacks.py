@@ -12,7 +12,7 @@ from typing import Any
 from ..texts import counted
 
 _PACKAGE = Path(__file__).parents[1]
-_RUNNER = tuple(f'  File "{_PACKAGE}/testing/{name}.py"' for name in ("_rank", "_plugin_body"))
+_RUNNER = tuple(f'  File "{_PACKAGE}/testing/{name}.py"' for name in ("_rank", "plugin"))
 """The frames that call a rank's function, in a stack of faulthandler. All below them are frames of
 the runner, too."""
 _STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -15,31 +15,57 @@ nor the rest of the library until a test asks for something::
         dist.init_process_group("sim")
         ...
 
-``ranks(world_size, *, timeout, backend, env, preload, start_method, store, standins)`` runs the
-body in ``world_size`` processes and fails with every failed rank's traceback.
-``reload_each_phase`` runs the test twice: unchanged, and with an offload and a reload before each
-collective phase (``_plugin_checks`` defines a phase and the requirements on the test).
+``ranks(world_size, *, timeout, backend, env, preload, store, standins)`` runs the
+body in ``world_size`` processes and fails with every failed rank's traceback. Do not assume that
+the test's process takes part. On ranks, the fixtures of this plugin are created in each rank; all
+other values are created once, in the test's process, and pickled. Ranks load the test's module
+again, with pytest's rewriting of assertions if the installed pytest allows it, but no
+``conftest.py``; ``setup_method`` and similar are not called.
 
-Do not assume that the test's process takes part. On ranks, the fixtures of this plugin are created
-in each rank; all other values are created once, in the test's process, and pickled. Ranks load the
-test's module again but no ``conftest.py``; ``setup_method`` and similar are not called.
+``reload_each_phase`` runs the test twice: unchanged, and with an offload and a reload before each
+collective *phase*. A phase begins with a call of one of torch.distributed's collective functions
+that
+
+- comes from the thread of the body, and not from another collective (``all_gather_object`` calls
+  ``all_gather``) or from a block that coalesces operations;
+- is on a group of all ranks, such as WORLD; with ``every_group=True`` on any group;
+- starts while no operation is running: ``wait()`` was called for every asynchronous one.
+
+So a synchronous collective is a phase by itself; an asynchronous one opens a phase that lasts until
+all operations started in it were waited for. Sends and receives never begin a phase.
+
+All ranks of the test must begin the same phases in the same order, since an offload is collective.
+By default, this does not apply to smaller groups; with ``every_group=True`` it does. Collectives
+that C++ starts (DDP's in the backward pass, functional collectives) are not detected: call the
+fixture ``reload_point`` before them. A rank that begins a phase alone fails with the library's
+error that names the missing ranks.
 """
 
 from __future__ import annotations
 
+import ast
+import gc
 import importlib
 import inspect
+import marshal
+import pickle
 import sys
-from collections.abc import Generator, Iterator
+import threading
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pytest
 
-from ..settings import as_timedelta
-from ._plugin_body import RankTest, execute
-from ._plugin_marks import PHASES, POINT, RANKS, PhasesMark, RanksMark, failed, mark_of
+from ..lifecycle.autoinstall import SWITCH
+from ..settings import as_flag, as_integer, as_names, as_timedelta
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 __all__ = [
     "assert_no_group_leaks",
@@ -50,10 +76,122 @@ __all__ = [
     "world_size",
 ]
 
+RANKS = "ranks"
+PHASES = "reload_each_phase"
+POINT = "reload_point"
+
 _TIMEOUT = "reloadpg_timeout"
 _STANDINS = "reloadpg_standins"
 _RELOADED = "reloadpg_reloaded"
-_SURVIVAL = "--reloadpg-survival"
+_SIM_BYTES = 1 << 20
+_NUMBERS = 64
+"""Minimum number of names to look up: torch uses numbers as names of most groups."""
+
+_COLLECTIVES = (
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+    *("all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
+    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
+    *("gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
+)
+"""Functions of torch.distributed that begin phases; some do not exist in all versions."""
+_POINT_TO_POINT = ("batch_isend_irecv", "irecv", "isend")
+"""Functions whose operations are waited for, but begin no phase."""
+_UNUSABLE = frozenset({"fake", "undefined"})
+
+
+# ---------------------------------------------------------------------------------------------
+# the marks
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RanksMark:
+    """``@pytest.mark.ranks(...)``: the body of the test runs on real ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        timeout: time after which running ranks are ended and the test fails; a timedelta, or
+            seconds.
+        backend: backend of the default group that is created before the body and destroyed
+            afterwards; None creates no group.
+        env: variables set in the ranks; None removes one.
+        preload, store, standins: as for ``reloadpg.testing.run_ranks``.
+    """
+
+    world_size: int
+    timeout: timedelta | float | None = None
+    backend: str | None = None
+    env: Mapping[str, str | None] | None = None
+    preload: Sequence[str] = ()
+    store: Literal["parent", "rank0"] = "parent"
+    standins: bool | None = None
+
+    def __post_init__(self) -> None:
+        size = as_integer(self.world_size)
+        if size is None:
+            raise TypeError(f"world_size={self.world_size!r} is not a number of ranks")
+        if size < 1:
+            raise ValueError(f"world_size={self.world_size} must be at least 1")
+        if self.timeout is not None:
+            as_timedelta(self.timeout, "timeout")
+        if not isinstance(self.backend, str | None):
+            raise TypeError(f"backend={self.backend!r} is not the name of a backend")
+        if not isinstance(self.env, Mapping | None):
+            raise TypeError(f"env={self.env!r} is not a mapping of variables to values")
+        if isinstance(self.preload, str) or as_names(self.preload) is None:
+            raise TypeError(f"preload={self.preload!r} is not a sequence of names of modules")
+        if self.store not in ("parent", "rank0"):
+            raise ValueError(f"store={self.store!r} is not 'parent' or 'rank0'")
+        if self.standins is not None:
+            as_flag(self.standins, "standins")
+
+
+@dataclass(frozen=True)
+class PhasesMark:
+    """``@pytest.mark.reload_each_phase(...)``: run unchanged, and with reloads between phases.
+
+    Attributes:
+        every_group: whether a collective of any group begins a phase, and not only one of a
+            group of all ranks.
+        options: options of ``reloadpg.install`` if the body does not call it; None makes the
+            groups of every backend reloadable.
+    """
+
+    every_group: bool = False
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        as_flag(self.every_group, "every_group")
+        if not isinstance(self.options, Mapping | None):
+            raise TypeError(f"options={self.options!r} is not a mapping of options of install")
+
+
+def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
+    """The test's mark of this kind; None if it has none."""
+    name, example = (RANKS, "ranks(2, timeout=60)") if kind is RanksMark else (PHASES, PHASES)
+    mark = node.get_closest_marker(name)
+    if mark is None:
+        return None
+    try:
+        return kind(*mark.args, **mark.kwargs)
+    except (TypeError, ValueError) as error:
+        why = str(error).replace(f"{kind.__name__}.__init__()", "it").partition("; nothing")[0]
+        raise failed(
+            f"the mark {name} cannot be used: {why}; nothing was run. Write for example "
+            f"@pytest.mark.{example}."
+        ) from None
+
+
+def failed(message: str) -> BaseException:
+    """Return pytest's exception for a failure that is one message, without source."""
+    return pytest.fail.Exception(message, pytrace=False)
+
+
+# ---------------------------------------------------------------------------------------------
+# hooks of pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,23 +201,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(_STANDINS, what, type="bool", default=False)
     group = parser.getgroup("reloadpg")
     group.addoption("--reloadpg-standins", action="store_true", help=what)
-    group.addoption(
-        _SURVIVAL,
-        metavar="MODULE:FUNCTION",
-        help="test what must survive a reload, with the groups that this function creates, and "
-        "nothing else (reloadpg)",
-    )
-    group.addoption(
-        f"{_SURVIVAL}-ranks", type=int, default=2, metavar="N", help="on N ranks (default: 2)"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks, for ``--strict-markers``."""
     for line in (
         f"{RANKS}(world_size, *, timeout=None, backend=None, env=None, preload=(), "
-        'start_method=None, store="parent", standins=None): run the body on this number of '
-        "real rank processes",
+        'store="parent", standins=None): run the body on this number of real rank processes',
         f"{PHASES}(*, every_group=False, options=None): run the test as it is, and again with an "
         "offload and a reload before each collective phase; needs the mark ranks",
     ):
@@ -91,33 +219,6 @@ def pytest_configure(config: pytest.Config) -> None:
             standins.enable()
         except standins.StandinsError as error:
             raise pytest.UsageError(str(error)) from None
-    if named := config.getoption(_SURVIVAL):
-        _survival(config, str(named))
-
-
-def _survival(config: pytest.Config, named: str) -> None:
-    """Run the file of the survival tests only, with the function that the user named."""
-    ranks = config.getoption(f"{_SURVIVAL}-ranks")
-    if ranks < 1:
-        raise pytest.UsageError(f"{_SURVIVAL}-ranks {ranks}: must be at least 1; nothing was run.")
-    module, colon, name = named.partition(":")
-    try:
-        if not (module and colon and name):
-            raise ValueError("a module and a function are separated by a colon")
-        sys.path.insert(0, str(config.invocation_params.dir))  # as python -m pytest does
-        function = getattr(importlib.import_module(module), name)
-        if not callable(function):
-            raise TypeError(f"{name} is not a function")
-    except Exception as error:
-        raise pytest.UsageError(
-            f"{_SURVIVAL} {named}: {type(error).__name__}: {error}; nothing was run. Name a "
-            "function without arguments that creates the groups of a trainer, such as "
-            "mytrainer.parallel:create_groups."
-        ) from None
-    from . import survival
-
-    config.stash[survival.FUNCTION] = function
-    config.args[:] = [str(Path(survival.__file__))]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -158,10 +259,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     return True
 
 
-# ---------------------------------------------------------------------------------------------
-# fixtures
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -174,6 +271,10 @@ def pytest_runtest_makereport(
     if call.when == "call" and crash is not None and mark_of(item, RanksMark) is not None:
         crash.message = crash.message.partition("\n")[0]
     return report
+
+
+# ---------------------------------------------------------------------------------------------
+# fixtures
 
 
 @pytest.fixture
@@ -238,8 +339,10 @@ def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Check that the test leaves no process group.
 
     Compares c10d's tables, the C++ registry of names, reloadable groups and communicators of the
-    simulated accelerator before and after the test. The value is a context manager that does this
-    for a block: ``with assert_no_group_leaks(): ...``. On ranks, it is created in each rank.
+    simulated accelerator before and after the test. The failure names the test and the groups,
+    which are then destroyed, so that the tests that follow can run. The value is a context manager
+    that does this for a block: ``with assert_no_group_leaks(): ...``. On ranks, it is created in
+    each rank.
     """
     yield from _here_or_in_ranks(request, "assert_no_group_leaks")
 
@@ -250,8 +353,46 @@ def reloadpg_reloaded(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
+def _here_or_in_ranks(request: pytest.FixtureRequest, name: str) -> Iterator[Any]:
+    on_ranks = request.node.get_closest_marker(RANKS) is not None
+    settings = dict(getattr(request, "param", {}))
+    if name == "assert_no_group_leaks":  # a rank's process ends with its test
+        settings = {"test": request.node.nodeid, "destroys": not on_ranks}
+    if on_ranks:
+        yield _MadeInRanks(settings)
+        return
+    with CONTEXTS[name](**settings) as value:
+        yield value
+
+
 # ---------------------------------------------------------------------------------------------
 # from a test to its ranks
+
+
+@dataclass(frozen=True)
+class RankTest:
+    """The description of a test function that is sent to its ranks.
+
+    Attributes:
+        holder: qualified name of the function's class; None for a module-level function.
+        values: arguments created in the test's process.
+        fixtures: by name, in order, the settings of the plugin's fixtures to create in each rank.
+        arguments: those of them that the function takes as arguments.
+        phases: how to reload between phases; None for the unchanged run.
+        points: whether to reload only at the calls of ``reload_point``.
+    """
+
+    module: str
+    file: str
+    holder: str | None
+    name: str
+    values: Mapping[str, Any]
+    fixtures: Mapping[str, dict[str, Any]]
+    arguments: tuple[str, ...]
+    backend: str | None
+    phases: PhasesMark | None
+    points: bool
+    timeout: float
 
 
 def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
@@ -290,17 +431,6 @@ def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:
     return _MadeInRanks(None)
 
 
-def _here_or_in_ranks(request: pytest.FixtureRequest, name: str) -> Iterator[Any]:
-    settings = dict(getattr(request, "param", {}))
-    if request.node.get_closest_marker(RANKS) is not None:
-        yield _MadeInRanks(settings)
-        return
-    from ._plugin_checks import CONTEXTS
-
-    with CONTEXTS[name](**settings) as value:
-        yield value
-
-
 def _limit(node: pytest.Item, named: timedelta | float | None) -> float:
     """The time limit of a test on ranks, in seconds."""
     given = str(node.config.getini(_TIMEOUT))
@@ -312,3 +442,443 @@ def _limit(node: pytest.Item, named: timedelta | float | None) -> float:
             f"{_TIMEOUT} = {given} is not a number of seconds; nothing was run. Correct the ini "
             "option."
         ) from None
+
+
+def execute(test: RankTest, mark: RanksMark) -> None:
+    """Run the body of a test on ranks; raise pytest's exceptions for their result."""
+    from .ranks import RanksFailedError, run_ranks
+
+    for name, value in test.values.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise failed(
+                f"the argument {name!r} of a test on ranks cannot be pickled ({error}); nothing "
+                "was run. Create it in the body, or from plain values."
+            ) from None
+    try:
+        ends: list[tuple[str, str]] = run_ranks(
+            run_body,
+            mark.world_size,
+            args=(test, _compiled(test.file)),
+            timeout=test.timeout,
+            env={SWITCH: None, **(mark.env or {})},
+            preload=mark.preload,
+            store=mark.store,
+            standins=mark.standins,
+        )
+    except RanksFailedError as error:
+        head, _, details = str(error).partition("\n")
+        what = head.rpartition(" (")[0]  # without the advice for callers of run_ranks
+        reloads = "" if test.phases is None else ", with reloads before each collective phase"
+        # Not chained: otherwise pytest prints the ranks' output twice.
+        raise failed(f"{what}{reloads}\n{details}") from None
+    if len({how for how, _ in ends}) > 1:
+        lines = [f"  rank {rank}: {how} {reason}" for rank, (how, reason) in enumerate(ends)]
+        raise failed(
+            "the ranks ended differently, but must have equal results:\n" + "\n".join(lines)
+        )
+    how, reason = ends[0]
+    if how == "skipped":
+        pytest.skip(reason)
+    if how == "xfailed":
+        pytest.xfail(reason)
+
+
+@cache
+def _compiled(file: str) -> bytes:
+    """The code of a test module for its ranks, with assertions rewritten by pytest."""
+    with open(file, "rb") as source:
+        text = source.read()
+    tree = ast.parse(text, file)
+    try:  # private to pytest; without it, a failed assertion shows only its line
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, text, file)
+    except Exception:
+        tree = ast.parse(text, file)
+    return marshal.dumps(compile(tree, file, "exec", dont_inherit=True))
+
+
+# ---------------------------------------------------------------------------------------------
+# in a rank
+
+
+def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[str, str]:
+    """Run the test; return ``passed``, ``skipped`` or ``xfailed``, and the reason."""
+    made: dict[str, Any] = {"rank": rank, "world_size": world_size, POINT: lambda: None}
+    with ExitStack() as stack:
+        if test.phases is not None or test.points:
+            # Before the module is loaded: the collectives that it imports are wrapped then.
+            made[POINT] = stack.enter_context(
+                reloading(test.phases, test.timeout, points=POINT in test.arguments)
+            )
+        function = _load(test, code)
+        contexts = {}
+        if test.fixtures:
+            contexts = {name: CONTEXTS[name](**given) for name, given in test.fixtures.items()}
+        leak_check = contexts.pop("assert_no_group_leaks", None)
+        for name, context in contexts.items():
+            made[name] = stack.enter_context(context)
+        stack.enter_context(_default_group(test.backend, test.timeout))
+        if leak_check is not None:  # it ends first: the default group's end destroys all groups
+            made["assert_no_group_leaks"] = stack.enter_context(leak_check)
+        try:
+            function(**test.values, **{name: made[name] for name in test.arguments})
+        except pytest.skip.Exception as skipped:
+            return "skipped", str(skipped.msg)
+        except pytest.xfail.Exception as expected:
+            return "xfailed", str(expected.msg)
+    return "passed", ""
+
+
+@contextmanager
+def _default_group(backend: str | None, timeout: float) -> Iterator[None]:
+    if backend is None:
+        yield
+        return
+    import torch.distributed as dist
+
+    from ..environment.store_barrier import leave_together
+
+    dist.init_process_group(backend)
+    # Gloo's creation returns on a fast rank before a slow one is connected. The slow rank fails
+    # if the fast one then destroys the group: "Gloo connectFullMesh failed".
+    leave_together(timedelta(seconds=timeout), purpose="connected")
+    yield  # nothing collective after an exception: the state of other ranks is unknown
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _load(test: RankTest, code: bytes) -> Callable[..., Any]:
+    from ._rank import execute_file, is_from
+
+    found: Any = sys.modules.get(test.module)
+    if not is_from(found, test.file):
+        package = test.module.rpartition(".")[0]
+        if package:  # for relative imports; test folders need not be packages
+            with suppress(ImportError):
+                importlib.import_module(package)
+        found = execute_file(test.module, test.file, marshal.loads(code))
+    for part in (test.holder or "").split("."):
+        found = getattr(found, part) if part else found
+    function: Callable[..., Any] = getattr(found() if test.holder else found, test.name)
+    return function
+
+
+# ---------------------------------------------------------------------------------------------
+# leaked groups
+
+
+@contextmanager
+def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
+    """Register and set up the simulated accelerator; check and undo everything at the end."""
+    from reloadpg.testing import simulated
+
+    simulated.register()
+    with simulated.configured(**{"bytes_per_communicator": _SIM_BYTES, **settings}):
+        before, leaked = _communicators(), simulated.stats().leaked
+        try:
+            yield simulated
+            gc.collect()
+            left = [name for serial, name in _communicators().items() if serial not in before]
+            dropped = simulated.stats().leaked - leaked
+        finally:
+            simulated.clear_faults()
+    problems = []
+    if left:
+        problems.append(f"{len(left)} communicators still exist: {', '.join(left)}")
+    if dropped:
+        problems.append(f"{dropped} communicators were dropped without shutdown or abort")
+    if problems:
+        raise AssertionError(
+            f"the simulated accelerator: {'; '.join(problems)}. Destroy the groups that the "
+            "test creates with torch.distributed.destroy_process_group()."
+        )
+
+
+def _existing(also: Iterable[str] = ()) -> dict[tuple[str, object], str]:
+    """The process groups of this process, as text by place and name. Runs a garbage collection.
+
+    ``also`` are further names to look up in the C++ registry, which cannot be listed.
+    """
+    from .. import c10d
+    from ..groups.proxy import ReloadableProcessGroup
+
+    gc.collect()
+    groups = {c10d.name_of(group): _text(group) for group in c10d.known_groups()}
+    proxies = {
+        one.group_name
+        for one in gc.get_objects()
+        if type(one) is ReloadableProcessGroup and one.state.value != "destroyed"
+    }
+    registered = c10d.registered({*groups, *proxies, *also, *map(str, range(_NUMBERS))})
+    found: dict[tuple[str, object], str] = {}
+    for name, text in groups.items():
+        found["table", name] = f"group {name!r} ({text}) is still in c10d's tables"
+    for name in sorted(registered):
+        found["registry", name] = f"C++ still finds a group by the name {name!r}"
+    for name in sorted(proxies):
+        found["reloadable", name] = f"reloadable group {name!r} is not destroyed"
+    for name in _communicators().values():
+        found["simulated", name.partition("@")[0]] = (
+            f"the simulated accelerator still holds a communicator of group {name!r}"
+        )
+    return found
+
+
+@contextmanager
+def _assert_no_group_leaks(test: str, *, destroys: bool) -> Iterator[None]:
+    """Check that this block, if it passes, leaves no process group. Local.
+
+    Args:
+        test: the id of the test.
+        destroys: whether to destroy what was left, since other tests run in this process.
+    """
+    from .. import c10d
+
+    before, sizes = _existing(), c10d.table_sizes()
+    yield
+    known = {str(name) for place, name in before if place == "table"}
+    now = _existing(also=known)
+    # A group that existed may have become reloadable or have connected since.
+    left = [text for key, text in now.items() if key not in before and key[1] not in known]
+    left += [
+        f"c10d's table {table} has {size} entries, {sizes.get(table, 0)} before"
+        for table, size in c10d.table_sizes().items()
+        if size > sizes.get(table, 0)
+    ]
+    if left:
+        lines = "\n".join(f"  {one}" for one in left)
+        done = _destroy_all_but(known) if destroys else ""
+        raise AssertionError(
+            f"{test} left process groups behind:\n{lines}\n{done}Destroy them with "
+            "torch.distributed.destroy_process_group(group); without an argument it destroys all."
+        )
+
+
+def _destroy_all_but(names: Collection[str]) -> str:
+    """Destroy the groups with other names, for the tests that follow; say what failed."""
+    import torch.distributed as dist
+
+    from .. import c10d
+
+    failures = []
+    world = c10d.world()
+    left = [group for group in c10d.known_groups() if c10d.name_of(group) not in names]
+    # The default group comes last: its end destroys all others.
+    for group in sorted(left, key=lambda group: group is world):
+        name = c10d.name_of(group)
+        try:
+            dist.destroy_process_group(group)
+        except Exception as error:
+            failures.append(f"group {name!r} could not be destroyed: {error}\n")
+    return "".join(failures) or "They were destroyed, for the tests that follow. "
+
+
+@contextmanager
+def _around_test(test: str, *, destroys: bool) -> Iterator[Any]:
+    check = partial(_assert_no_group_leaks, test, destroys=destroys)
+    with check():
+        yield check
+
+
+CONTEXTS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
+    "simulated_accelerator": _simulated_accelerator,
+    "assert_no_group_leaks": _around_test,
+}
+"""Implementations of the fixtures, in the test's process or in each rank."""
+
+
+def _communicators() -> dict[int, str]:
+    simulated = sys.modules.get("reloadpg.testing.simulated")
+    return {} if simulated is None else {group.serial: group.name for group in simulated.groups()}
+
+
+def _text(group: Any) -> str:
+    from .. import c10d
+    from ..groups.proxy import ReloadableProcessGroup
+
+    kind = "reloadable, " if isinstance(group, ReloadableProcessGroup) else ""
+    desc = c10d.desc_of(group)
+    if desc not in ("", "undefined"):
+        kind = f"{desc!r}, {kind}"
+    ranks = c10d.ranks_of(group)
+    members = list(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+    return f"{kind}{c10d.backend_of(group)}, ranks {members}"
+
+
+# ---------------------------------------------------------------------------------------------
+# reloads between phases
+
+
+@contextmanager
+def reloading(
+    mark: PhasesMark | None, timeout: float, *, points: bool
+) -> Iterator[Callable[[], None]]:
+    """Reload before each phase within this block. The patches remain for the life of the process.
+
+    Yields a function that offloads and reloads. Raises ``AssertionError`` if the block passed but
+    nothing was offloaded. The arguments are the mark, the timeout of the test, and whether the test
+    uses ``reload_point``; without a mark, only its calls reload.
+    """
+    phases = _Phases(mark or PhasesMark(), timeout)
+    phases.watch(*(() if mark is None else (*_COLLECTIVES, *_POINT_TO_POINT)))
+    yield phases.called
+    if points and phases.calls == 0:
+        raise AssertionError(
+            f"the fixture {POINT} was not called, so nothing was reloaded there. Call it on all "
+            "ranks, after the groups are created."
+        )
+    if phases.cycles == 0:
+        what = f"the mark {PHASES}" if mark is not None else f"the fixture {POINT}"
+        groups = "there is no reloadable group" if phases.points else "no phase began"
+        raise AssertionError(
+            f"{what} had nothing to reload: {groups}, so this run was the same as one without "
+            "reloads. Use a collective of torch.distributed on all ranks, wait for asynchronous "
+            f"ones, or call the fixture {POINT}."
+        )
+
+
+class _Phases:
+    """The phases of one rank: points at which it reloads, and cycles that released groups."""
+
+    def __init__(self, mark: PhasesMark, timeout: float) -> None:
+        self.calls = self.points = self.cycles = 0
+        self._every_group = mark.every_group
+        self._options = mark.options
+        self._timeout = timedelta(seconds=timeout / 2)
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._pending: set[Any] = set()
+
+    def watch(self, *functions: str) -> None:
+        """Wrap these functions and the bring-up, for the life of the process. Not idempotent."""
+        import torch.distributed as dist
+        import wrapt
+
+        from .. import c10d
+
+        for name in (*functions, "init_process_group"):
+            original = getattr(dist, name, None)
+            if original is None:
+                continue
+            around = self._initialize if name == "init_process_group" else self._call
+            wrapper = wrapt.FunctionWrapper(original, around)
+            for module in c10d.creator_modules():
+                if vars(module).get(name) is original:
+                    setattr(module, name, wrapper)
+
+    def called(self) -> None:
+        """Do what ``reload_point()`` does."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise AssertionError(
+                f"{POINT}() was called without a default group; nothing was reloaded. Call it "
+                "after torch.distributed.init_process_group()."
+            )
+        self.calls += 1
+        self.point()
+
+    def point(self) -> None:
+        """Offload and reload here, if there is a job. Collective over all ranks."""
+        import torch.distributed as dist
+
+        import reloadpg
+
+        if not dist.is_initialized():
+            return
+        self.points += 1
+        self._depth += 1
+        try:
+            self.cycles += reloadpg.offload().changed
+            reloadpg.reload()
+        finally:
+            self._depth -= 1
+
+    def _initialize(
+        self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        import torch.distributed as dist
+
+        import reloadpg
+        from reloadpg import c10d
+
+        if reloadpg.is_installed():
+            return wrapped(*args, **kwargs)
+        options = self._options
+        if options is None:
+            options = {"backends": c10d.known_backends() - _UNUSABLE}
+        reloadpg.install(**{"timeout": self._timeout, **options})
+        return dist.init_process_group(*args, **kwargs)  # calls the installed wrapper
+
+    def _call(
+        self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        from torch.distributed import Work
+
+        if self._depth or threading.get_ident() != self._thread:
+            return wrapped(*args, **kwargs)
+        if wrapped.__name__ in _COLLECTIVES and self._begins(_group_of(wrapped, args, kwargs)):
+            self.point()
+        self._depth += 1
+        try:
+            result = wrapped(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if isinstance(result, Work):
+            return self._watched(result)
+        if isinstance(result, list):
+            return [self._watched(one) if isinstance(one, Work) else one for one in result]
+        return result
+
+    def _begins(self, group: Any) -> bool:
+        import torch.distributed as dist
+
+        from .. import c10d
+
+        if self._pending or not dist.is_initialized():
+            return False
+        world = c10d.world()
+        if c10d.is_coalescing(world if group is None else group):
+            return False
+        if self._every_group or group is None or group is world:
+            return True
+        return isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size()
+
+    def _watched(self, work: Work) -> Any:
+        watched = _watched_work()(work, self._pending.discard)
+        self._pending.add(watched)
+        return watched
+
+
+def _group_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "group" in kwargs:
+        return kwargs["group"]
+    try:
+        return inspect.signature(function).bind(*args, **kwargs).arguments.get("group")
+    except TypeError:
+        return None  # torch raises the error
+
+
+@cache
+def _watched_work() -> type[Any]:
+    """The class of a Work with a callback for its ``wait()``."""
+    import wrapt
+
+    class WatchedWork(wrapt.ObjectProxy):  # type: ignore[type-arg]
+        def __init__(self, work: Work, waited: Callable[[Any], object]) -> None:
+            super().__init__(work)
+            self._self_waited = waited
+
+        def wait(self, *args: Any, **kwargs: Any) -> Any:
+            result = self.__wrapped__.wait(*args, **kwargs)
+            self._self_waited(self)
+            return result
+
+        def synchronize(self) -> None:
+            self.__wrapped__.synchronize()
+            self._self_waited(self)
+
+    return WatchedWork

@@ -1,11 +1,10 @@
 """Run a function as the ranks of a small job: real processes on one machine, none left at the end.
 
-Ranks are processes of :mod:`multiprocessing` on 127.0.0.1, under Linux. With the start method
-``forkserver`` they are forked from a process that has imported torch, ``torch.distributed`` and
-``reloadpg``:
+Ranks are processes of :mod:`multiprocessing` on 127.0.0.1, under Linux. They are forked from a
+process that has imported torch, ``torch.distributed`` and ``reloadpg``:
 
 - environment variables that torch reads while it is imported (``TORCH_LOGS``, ...) have no effect,
-  and exit handlers do not run; ``spawn`` has neither limit.
+  and exit handlers do not run.
 - as always in multiprocessing, the caller's main module is imported again, before the ranks have
   their environment, so it must call ``run_ranks`` under ``if __name__ == "__main__":``.
 - the fork server is that of the calling process: other processes that it starts with the server
@@ -54,7 +53,7 @@ _OUTPUT_LIMIT = 1 << 16
 _OUTPUT_LINES = 40
 _PRELOAD = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"),
-    *("pytest", "reloadpg.testing._plugin_body", "reloadpg.testing._plugin_checks"),
+    *("pytest", "reloadpg.testing.plugin"),
 )
 """Modules that the fork server imports as well if the caller has."""
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_SIZE")
@@ -115,7 +114,6 @@ def run_ranks(
     timeout: timedelta | float = 60.0,
     env: Mapping[str, str | os.PathLike[str] | None] | None = None,
     preload: Sequence[str] = (),
-    start_method: Literal["forkserver", "spawn"] | None = None,
     store: Literal["parent", "rank0"] = "parent",
     standins: bool | standin_libraries.Job | None = None,
     check: bool = True,
@@ -146,10 +144,6 @@ def run_ranks(
             removes one.
         preload: Modules that this run imports once, before the ranks are forked, since each would
             import them. They must not start threads or depend on the rank's environment.
-            With `spawn` each rank imports what it needs.
-        start_method: `forkserver` (the default) forks ranks from a process that has torch
-            imported; `spawn` starts fresh interpreters, which import torch themselves.
-            RELOADPG_AUTOINSTALL in a rank's environment installs with both.
         store: Who hosts the TCPStore. `parent`: this process, on a port that it holds; ranks
             connect to it as to torchelastic's agent. It outlives any rank, and also
             `destroy_process_group`: a second gloo `init_process_group` in one run reads the
@@ -193,8 +187,6 @@ def run_ranks(
         )
     seconds = as_timedelta(timeout, "timeout").total_seconds()
     env = _texts(env or {})
-    if start_method not in (None, "forkserver", "spawn"):
-        raise ValueError(f"start_method must be forkserver or spawn, got {start_method!r}")
     if isinstance(preload, str):
         raise TypeError(f"preload={preload!r} is not a list of modules; nothing was started")
     if absent := [name for name in preload if not _is_found(name)]:
@@ -217,7 +209,6 @@ def run_ranks(
             call=call,
             modules=modules,
             preload=tuple(preload),
-            start_method=start_method or "forkserver",
             environments=_environments(number, port, store, directory, variables),
             directory=directory,
             caller=os.getpid(),

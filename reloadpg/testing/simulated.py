@@ -9,11 +9,9 @@
 
 Its groups behave like an accelerator's: creating one is local, a communicator is created at the
 first use and holds memory until it is released, and a group cannot be used after its ``shutdown``
-or ``abort``. A communicator can be suspended and resumed with NCCL's rules: collective over its
-members, without a timeout, an error if it was never used or is already in that state; part of the
-memory stays allocated, and a resume can run out of memory. The memory is real, so it can be
-measured from outside the process; the results are gloo's, so they can be compared bit for bit.
-Everything here is per process.
+or ``abort``. The memory is real, so it can be measured from outside the process; the results are
+gloo's, so they can be compared bit for bit. Everything here is per process. NCCL's own rules, such
+as those of a suspend, are in the stand-ins for NCCL (:mod:`reloadpg.testing.standins`).
 
 A test can inject faults::
 
@@ -96,8 +94,6 @@ def register() -> None:
 def configure(
     *,
     bytes_per_communicator: int | None = None,
-    persistent_share: float | None = None,
-    suspend_works: bool | None = None,
     capacity_bytes: int | None = None,
     eager: bool | None = None,
     creation_seconds: float | None = None,
@@ -110,9 +106,6 @@ def configure(
     Args:
         bytes_per_communicator: bytes that each communicator holds from its first use (default: 32
             MiB).
-        persistent_share: share of them that a suspend does not release (default: 0.125).
-        suspend_works: if False, a suspend succeeds but releases nothing, like NCCL's without cuMem;
-            the environment variable ``NCCL_CUMEM_ENABLE=0`` does the same (default: True).
         capacity_bytes: limit for all communicators of this process together; takes effect
             immediately, 0 removes the limit (default: no limit).
         eager: whether creation connects all members, like NCCL's with a bound device: collective
@@ -126,11 +119,8 @@ def configure(
     """
     given = {name: value for name, value in locals().items() if value is not None}
     for name, value in given.items():
-        if value < 0 or (name == "persistent_share" and value > 1):
-            raise ValueError(
-                f"configure({name}={value}): must be 0 or more, and a share 1 at most; nothing "
-                "was changed"
-            )
+        if value < 0:
+            raise ValueError(f"configure({name}={value}): must be 0 or more; nothing was changed")
     if (capacity := given.pop("capacity_bytes", None)) is not None:
         _Process.device.capacity = int(capacity) or None
     _Process.device.settings = replace(_Process.device.settings, **given)
@@ -201,8 +191,6 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
     settings = device.settings
     device.check("create", "create", record)
     time.sleep(settings.creation_seconds)
-    works = settings.suspend_works and os.environ.get("NCCL_CUMEM_ENABLE") != "0"
-    settings = replace(settings, suspend_works=works)
     communicator = Communicator(record, received.store, settings, device)
     group = SimulatedProcessGroup(communicator, received.store)
     try:

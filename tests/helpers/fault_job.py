@@ -5,9 +5,7 @@ A *point* is a place in an operation, written ``operation.place``: ``offload.ent
 ``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD),
 ``reload.done``. A barrier's point is the moment before this rank arrives. A
 recovery has ``recover.enter``, ``recover.agreed``, ``recover.group0``, ``recover.check0`` (the
-canary of WORLD) and ``recover.done``. Simulated groups
-also have ``recover.connect0``, and if they are suspended ``offload.suspend0`` and
-``reload.resume0``.
+canary of WORLD) and ``recover.done``. Simulated groups also have ``recover.connect0``.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ PARALLELISM = int(os.environ.get("TEST_PARALLELISM", "1"))
 progress at a point; with 8, all are."""
 MIB = 1 << 20
 HELD = 8 * MIB
-"""Bytes of each simulated communicator; an eighth of them remains when it is suspended."""
-STAYS = HELD // 8
+"""Bytes of each simulated communicator."""
 
 OFFLOAD_POINTS = (
     "offload.callbacks",
@@ -89,8 +86,6 @@ GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment | None, Fault]] = {
     "recover.group": ("create", Fault("create")),
     "recover.connect": (None, Fault("connect")),
     "recover.check": ("allreduce", Fault("collective", operation="allreduce")),
-    "offload.suspend": (None, Fault("suspend")),
-    "reload.resume": (None, Fault("resume")),
 }
 """The fault for each point in a group, on the backend ``faulty`` and on simulated groups."""
 
@@ -318,8 +313,6 @@ def stop_interfering() -> None:
 
 def backend_for(point: str) -> str:
     """Return a backend on which :func:`interfere` supports this point."""
-    if point[:-1].endswith(("suspend", "resume")):
-        return "sim"
     return faulty_gloo.NAME if "group" in point or "check" in point else worlds.BACKEND
 
 

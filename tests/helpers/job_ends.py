@@ -30,7 +30,7 @@ from helpers import faulty_gloo, worlds
 from helpers.fault_job import interfere, meet, stop_interfering
 from reloadpg import c10d
 from reloadpg.environment import init_distributed, process_group_scope
-from reloadpg.testing import run_ranks, simulated, standins
+from reloadpg.testing import run_ranks, standins
 from reloadpg.testing.standins import Fault
 
 LIMIT = timedelta(seconds=60)
@@ -39,8 +39,6 @@ PROGRAMS = int(os.environ.get("FAULT_PROGRAMS", "3"))
 SIZE = 2
 MESH_KILLS = "2.9" <= TorchVersion(torch.__version__) < "2.14"
 """Whether torch alone ends in SIGSEGV where a mesh splits a later default group (2.13.0)."""
-SPLITS_ANY = TorchVersion(torch.__version__) >= "2.15"
-"""Whether torch splits each new group from a default group that is bound to a device."""
 NO_RECORDER = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
 """Variables without which the watchdog writes a dump of each failed collective."""
 
@@ -95,13 +93,10 @@ def _exists(cell: Cell, backend: str) -> bool:
     nccl = backend == "nccl"
     if not cell.installed and cell.state != "live":
         return False
-    is_split = cell.target != "world" and cell.bound and SPLITS_ANY
-    if cell.state == "suspended" and not nccl and is_split:
-        return False
     if cell.state == "suspended" and not (
-        hasattr(torch._C._distributed_c10d.Backend, "suspend") if nccl else cell.target != "split"
+        nccl and hasattr(torch._C._distributed_c10d.Backend, "suspend")
     ):
-        return False  # simulated groups cannot be split
+        return False
     if cell.target == "split" and not (cell.bound and (nccl or worlds.CAN_SPLIT)):
         return False
     splits = cell.target == "split" or (
@@ -143,7 +138,6 @@ class Player:
             torch.set_default_device("cuda")
         else:
             faulty_gloo.register()
-            simulated.register()
 
     def play(self, cells: Sequence[Cell]) -> list[str]:
         """Go through the cells; return what is wrong, with the cell."""
@@ -173,7 +167,6 @@ class Player:
         self._install(cell)
         self.names.clear()
         kind = "faulty" if cell.end in FAILURES or cell.state == "half rebuilt" else "gloo"
-        kind = "sim" if cell.state == "suspended" else kind
         self.kind = "nccl" if self.backend == "nccl" else kind
         if cell.end in ("failed connect", "failed mesh"):
             self._fail_to_start(cell)
@@ -195,7 +188,7 @@ class Player:
         options: dict[str, Any] | None = None
         if cell.installed:
             strategy = "suspend" if cell.state == "suspended" else "recreate"
-            backends = {"nccl"} if self.backend == "nccl" else {"gloo", "faulty", "sim"}
+            backends = {"nccl"} if self.backend == "nccl" else {"gloo", "faulty"}
             options = {"strategy": strategy, "backends": backends, "timeout": LIMIT}
             options["parallelism"] = 1  # so that a fault is in the same group on all ranks
         if options != self.options:

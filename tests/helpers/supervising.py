@@ -2,7 +2,7 @@
 
 A rank advances the supervisor's clock to reach a time limit at a chosen event. After a failure the
 other ranks have a minute to end, and a minute to write Python stacks. Import it only in functions
-of ranks: it patches the importing process. It has no effect with ``spawn``.
+of ranks: it patches the importing process.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from datetime import timedelta
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if INSTALLED:
     simulated.register()
-    options = {"strategy": "suspend"} if BACKEND == "sim" else {}
-    reloadpg.install(backends={BACKEND}, timeout=timedelta(seconds=60), **options)
+    reloadpg.install(backends={BACKEND}, timeout=timedelta(seconds=60))
 dist.init_process_group(BACKEND if INSTALLED else "gloo", rank=rank, world_size=size)
 group = dist.new_group([0, 1])
 def meet():  # on the store: a rank that ends while the other one still connects makes that fail
@@ -78,7 +77,6 @@ STATES = {
     "live": "",
     "offloaded": "call('offload')",
     "reloaded": "call('offload'); call('reload')",
-    "suspended": "call('offload')",
     "in the background": "call('offload'); pending = call('reload', wait=False)",
 }
 
@@ -184,8 +182,7 @@ def test_a_process_ends_as_without_reloadpg(
     run: Run, without: Callable[[str], Ended], way: str, state: str
 ) -> None:
     """Its exit code and what it prints are the same, and it does not hang."""
-    backend = "sim" if state == "suspended" else "gloo"
-    ended = run(f"    {WAYS[way]}\n{STATES[state]}\nend()", backend=backend)
+    ended = run(f"    {WAYS[way]}\n{STATES[state]}\nend()")
     plain = without(way)
     if STARTS_NO_THREADS and (state == "in the background" or way == "exit handler"):
         assert ended.codes == plain.codes, ended

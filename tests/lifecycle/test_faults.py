@@ -190,10 +190,7 @@ def on_sim() -> bool:
 
 
 def is_released(inner: list[weakref.ref[Any]]) -> bool:
-    """Whether these communicators are gone, or hold no memory of a simulated accelerator.
-
-    A thread that was abandoned in a suspend may still refer to the aborted communicator.
-    """
+    """Whether these communicators are gone, or hold no memory of a simulated accelerator."""
     gc.collect()
     gone = all(ref() is None for ref in inner)
     return gone or (on_sim() and simulated.stats().held_bytes == 0)
@@ -313,7 +310,6 @@ RECOVER_TWICE = (
     Scenario({1: ("recover.check2", "raise"), 2: ("recover.done", "raise")}),
 )
 SIM = {"backend": "sim"}
-SUSPENDS = {**SIM, "strategy": "suspend", "subgroups": TRIANGLE}
 ON_AN_ACCELERATOR = (
     *(at(f"recover.{p}") for p in ("group2", "group0", "connect1", "check1")),
     at("offload.group1", "raise", "recover"),
@@ -378,18 +374,11 @@ BATCHES = {
     "interrupts of recoveries": Batch(tuple(at(p, "interrupt") for p in RECOVER_POINTS)),
     "two ranks": Batch((Scenario({1: ("recover.group2", "raise"), 2: ("recover.done", "raise")}),)),
     "two ranks again": Batch(RECOVER_TWICE),
-    "suspends": Batch((at("offload.suspend2"),), size=3, job=SUSPENDS),
-    "resumes": Batch((at("reload.resume2"),), size=3, job=SUSPENDS),
-    "an interrupt of a suspend": Batch((at("offload.suspend2", "interrupt"),), 3, job=SUSPENDS),
-    "a suspend that hangs": Batch((at("offload.suspend2", "hang"),), 3, BOUND, SUSPENDS),
-    "a resume that hangs": Batch((at("reload.resume2", "hang"),), 3, BOUND, SUSPENDS),
     "an accelerator": Batch(ON_AN_ACCELERATOR[:1], job={**SIM, "parallelism": 8}),
     "all of an accelerator": Batch(ON_AN_ACCELERATOR, job={**SIM, "parallelism": 1}),
     "all of an accelerator, in parallel": Batch(ON_AN_ACCELERATOR, job={**SIM, "parallelism": 8}),
 }
 SLOW = (
-    "a suspend that",
-    "a resume that",
     "some",
     "each",
     "late rank",
@@ -493,8 +482,7 @@ def one_dies(rank: int, size: int, point: str, victim: int) -> None:
     os.environ |= worlds.SILENCE
     operation = point.partition(".")[0]
     backend = backend_for(point)
-    suspends = {"strategy": "suspend"} if backend == "sim" else {}
-    job = Job(backend, timeout=BOUND, parallelism=PARALLELISM, **suspends)
+    job = Job(backend, timeout=BOUND, parallelism=PARALLELISM)
     if operation == "reload":
         reloadpg.offload()
     before = job.snapshot()
@@ -511,15 +499,14 @@ def one_dies(rank: int, size: int, point: str, victim: int) -> None:
         began = "offloaded" if point == "reload.enter" else "live"
         assert reloadpg.status().state == (began if untouched else "failed")
     assert seen.seconds < BOUND + ALLOWANCE
-    if not suspends:
-        for number in range(2 if operation in ("recover", "step") else 1):
-            if number or operation != "step":  # a collective may end only when others recover
-                meet(f"survivors {number}", size - 1)
-            seen = call("recover", BOUND)
-            assert seen.seconds < BOUND + ALLOWANCE
-        assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (victim,)), seen
-        assert job.refused()
-        assert reloadpg.recovery.recovery_requested()
+    for number in range(2 if operation in ("recover", "step") else 1):
+        if number or operation != "step":  # a collective may end only when others recover
+            meet(f"survivors {number}", size - 1)
+        seen = call("recover", BOUND)
+        assert seen.seconds < BOUND + ALLOWANCE
+    assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (victim,)), seen
+    assert job.refused()
+    assert reloadpg.recovery.recovery_requested()
 
 
 def all_reduce_where_one_dies(job: Job, victim: int) -> None:
@@ -533,15 +520,9 @@ def all_reduce_where_one_dies(job: Job, victim: int) -> None:
 DEATHS = (
     ("step", VICTIM),
     *((point, VICTIM) for point in OFFLOAD_POINTS + RELOAD_POINTS + RECOVER_POINTS),
-    *((point, VICTIM) for point in ("offload.suspend2", "reload.resume2")),
     ("recover.agreed", 0),  # the rank that reads the reports of the others
 )
-DEATH_POINTS = (
-    "offload.released",
-    "offload.suspend2",
-    "reload.resume2",
-)
-DEFAULT_DEATHS = [(point, VICTIM) for point in DEATH_POINTS]
+DEFAULT_DEATHS = [("offload.released", VICTIM)]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from reloadpg.testing import RankOutcome, RanksFailedError, run_ranks
 distributed: Any = torch.distributed  # whose stores are not exported as types
 ROOT = str(Path(reloadpg.__file__).parents[1])
 slow = partial(pytest.param, marks=pytest.mark.slow)
-START_METHODS: Any = ["forkserver", slow("spawn")]
 LIMIT = 280.0
 """Seconds within which everything in this file must have happened."""
 
@@ -134,8 +133,8 @@ def parsed(variables: str) -> dict[str, str | None]:
     return dict(variable.split("=") for variable in variables.split())
 
 
-@pytest.fixture(scope="module", params=START_METHODS)
-def seen(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
     variables = "ADDED=1 LOCAL_RANK=9 OMP_NUM_THREADS=2 PYTHONHASHSEED=0"
     install = "RELOADPG_AUTOINSTALL=1 RELOADPG_BACKENDS=gloo"
     environment = {**parsed(f"{variables} {install}"), "GROUP_RANK": None}
@@ -143,31 +142,28 @@ def seen(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
         for name in ("OF_THE_CALLER", "ROLE_RANK", "TORCHELASTIC_RUN_ID", "TRITON_CACHE_DIR"):
             patch.setenv(name, "7")
         patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it compiles
-        ranks = run_ranks(
+        return run_ranks(
             describe_rank,
             2,
             args=(Point(5),),
             kwargs={"key": "k"},
             env=environment,
-            start_method=request.param,
             preload=["helpers.import_place"],
             timeout=LIMIT,
         )
-    return request.param, ranks
 
 
 def test_results_are_in_rank_order(seen: Any) -> None:
     """Arguments and results may be of any picklable type."""
-    ranks = seen[1]
-    assert [rank["call"] for rank in ranks] == [(0, 2, 5, "k"), (1, 2, 5, "k")]
-    assert [rank["point"].x for rank in ranks] == [0, 1]
-    assert torch.equal(ranks[1]["tensor"], torch.ones(3))
-    assert len({os.getpid(), *(rank["pid"] for rank in ranks)}) == 3
+    assert [rank["call"] for rank in seen] == [(0, 2, 5, "k"), (1, 2, 5, "k")]
+    assert [rank["point"].x for rank in seen] == [0, 1]
+    assert torch.equal(seen[1]["tensor"], torch.ones(3))
+    assert len({os.getpid(), *(rank["pid"] for rank in seen)}) == 3
 
 
 def test_a_rank_inherits_the_environment_without_the_callers_job(seen: Any) -> None:
     """``env`` adds and removes variables."""
-    for rank, found in enumerate(seen[1]):
+    for rank, found in enumerate(seen):
         environment = found["environment"]
         expected = parsed(
             f"OF_THE_CALLER=7 ADDED=1 RANK={rank} WORLD_SIZE=2 LOCAL_RANK=9 LOCAL_WORLD_SIZE=2 "
@@ -181,7 +177,7 @@ def test_a_rank_inherits_the_environment_without_the_callers_job(seen: Any) -> N
 
 def test_a_run_has_a_separate_temporary_folder(seen: Any) -> None:
     """It is removed. The compiler caches are those of the calling process."""
-    for found in seen[1]:
+    for found in seen:
         environment = found["environment"]
         assert Path(found["temporary"]).parent == Path(environment["TMPDIR"])
         assert not Path(environment["TMPDIR"]).parent.exists()
@@ -190,18 +186,17 @@ def test_a_run_has_a_separate_temporary_folder(seen: Any) -> None:
         assert environment["TRITON_CACHE_DIR"] == "7"  # set by the caller
 
 
-def test_a_forked_rank_has_torch_imported_and_a_spawned_rank_has_not(seen: Any) -> None:
-    """Both take the number of threads and the installation from their environment.
+def test_a_rank_has_torch_imported(seen: Any) -> None:
+    """It takes the number of threads and the installation from its environment.
 
-    Collections in a forked rank skip the imported modules, so they copy none of the pages that the
+    Collections in a rank skip the imported modules, so they copy none of the pages that the
     rank shares with the server.
     """
-    method, ranks = seen
-    for found in ranks:
+    for found in seen:
         assert (found["threads"], found["sum"], found["installed"]) == (2, 3, True)
-        assert (found["interpreter"][3] == 0) is (method == "spawn")  # read at the start only
-        assert found["forked with torch"] is (method == "forkserver")
-        assert (found["frozen"] > 100_000) is (method == "forkserver")
+        assert found["interpreter"][3] != 0  # read at the start only
+        assert found["forked with torch"]
+        assert found["frozen"] > 100_000
 
 
 def reduce_and_nest(rank: int, world_size: int, closed: str) -> list[int]:
@@ -293,17 +288,14 @@ def end_in_all_ways(rank: int, world_size: int, ways: list[str]) -> Any:
     return WAYS_TO_END[ways[rank]][0]()
 
 
-@pytest.mark.parametrize(
-    ("method", "ways"),
-    [("forkserver", [*WAYS_TO_END]), slow("spawn", ["returns", "raises", "sys.exit(0)"])],
-)
-def test_each_way_to_end_is_reported(method: Any, ways: list[str], capfd: Any) -> None:
+def test_each_way_to_end_is_reported(capfd: Any) -> None:
     """By exit code, signal, reason and output. With ``check=False`` the other ranks continue.
 
     The times of failures count from the start of the first rank, also while others are started.
     """
+    ways = [*WAYS_TO_END]
     outcomes: list[RankOutcome] = run_ranks(
-        end_in_all_ways, len(ways), args=(ways,), start_method=method, timeout=LIMIT, check=False
+        end_in_all_ways, len(ways), args=(ways,), timeout=LIMIT, check=False
     )
     for way, outcome in zip(ways, outcomes, strict=True):
         _, exitcode, number, text = WAYS_TO_END[way]
@@ -456,12 +448,8 @@ def test_hanging_ranks_are_named_with_the_stacks_of_their_threads(tmp_path: Path
         assert not exists(outcome.pid or 0)
 
 
-@pytest.mark.parametrize("method", START_METHODS)
-def test_ranks_that_are_starting_at_the_time_limit_are_reported(
-    method: Any, tmp_path: Path
-) -> None:
-    settings: Any = {"start_method": method, "timeout": 0.001, "check": False}
-    outcomes = run_ranks(hang, 2, args=(str(tmp_path),), **settings)
+def test_ranks_that_are_starting_at_the_time_limit_are_reported(tmp_path: Path) -> None:
+    outcomes = run_ranks(hang, 2, args=(str(tmp_path),), timeout=0.001, check=False)
     assert (outcomes[1].timed_out, outcomes[1].signal) == (True, signal.SIGKILL)
 
 
@@ -470,7 +458,6 @@ def test_ranks_that_are_starting_at_the_time_limit_are_reported(
     [
         ({"world_size": 0}, ValueError, "world_size must be a number of at least 1, got 0"),
         ({"timeout": float("nan")}, ValueError, "timeout=nan is not a time between"),
-        ({"start_method": "fork"}, ValueError, "start_method must be"),
         ({"preload": "megatron.core"}, TypeError, "is not a list of modules"),
         ({"preload": ["torch", "tortch"]}, ValueError, "preload: no module named tortch;"),
         ({"preload": ["no_package.part"]}, ValueError, "no module named no_package.part;"),
@@ -623,7 +610,7 @@ def start_script(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, slow(signal.SIGINT)])
 def test_a_run_ends_with_its_caller(folder: Path, number: int) -> None:
     """No file is left. A process that the caller has forked may hold copies of its descriptors."""
-    with start_script(folder, "forkserver") as script:
+    with start_script(folder, "hang") as script:
         bystander, *ranks = sorted(reported(folder, 3), key=len)
         pids = {pid for rank in ranks for pid in rank[:4]}
         assert len(pids) == 7
@@ -735,10 +722,10 @@ def fork_bystander(folder: str) -> None:
         sleep_indefinitely()
 
 
-def main(folder: str, method: Any = None) -> None:
-    if method is not None:
+def main(folder: str, hangs: str = "") -> None:
+    if hangs:
         threading.Thread(target=fork_bystander, args=(folder,), daemon=True).start()
-        run_ranks(leave_grandchildren, 2, args=(folder, True), start_method=method, timeout=LIMIT)
+        run_ranks(leave_grandchildren, 2, args=(folder, True), timeout=LIMIT)
     assert run_ranks(reduce_ranks, 2, timeout=LIMIT) == [3, 3]
     pid = os.fork()
     assert run_ranks(reduce_ranks, 2, timeout=LIMIT) == [3, 3]

@@ -1,4 +1,4 @@
-"""The simulated accelerator behaves as NCCL: connecting, suspending, releasing, and faults."""
+"""The simulated accelerator: connecting, releasing, and faults."""
 
 from __future__ import annotations
 
@@ -90,8 +90,6 @@ def test_a_released_group_raises_on_every_path() -> None:
         lambda: group._get_backend(CPU),
         lambda: backend.allreduce([torch.ones(1)]),
         lambda: backend.eager_connect_single_device(CPU),
-        backend.suspend,
-        backend.resume,
     ):
         with dist_error("its communicator was released"):
             call()
@@ -218,87 +216,15 @@ def test_an_eager_group_connects_at_creation(rank: int) -> None:
     meet("end")
 
 
-# ---------------------------------------------------------------------------------------------
-# suspending
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-def test_a_suspended_communicator_keeps_an_eighth_of_its_memory() -> None:
-    """The account has NCCL's names; a call in the wrong state is an error, as with NCCL."""
-    backend = start()
-    for name in ("suspend", "resume", "memory_stats"):
-        with dist_error("not initialized"):
-            getattr(backend, name)()
-    use()
-    live = {"suspend": 7 * MIB, "suspended": 0, "persist": MIB, "total": HELD}
-    assert backend.memory_stats() == live
-    with dist_error("invalid usage: resume"):
-        backend.resume()
-    backend.suspend()
-    assert backend.memory_stats() == {**live, "suspended": 1, "total": MIB}
-    assert held() == memory.in_use()["simulated"] == MIB
-    with dist_error("invalid usage: suspend"):
-        backend.suspend()
-    with dist_error("illegal memory access"):
-        use()
-    backend.resume()
-    assert backend.memory_stats() == live
-    assert use() == 2
-    backend.suspend()
-    dist.destroy_process_group()
-    assert (held(), simulated.stats().released) == (0, 1)
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-def test_a_failed_suspend_blocks_the_peers_until_they_abort(rank: int) -> None:
-    """The call has no timeout."""
-    backend = start()
-    use()
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        with simulated.inject(Fault("suspend")), pytest.raises(InjectedFaultError):
-            backend.suspend()
-        store.set("failed", "1")
-        return
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(backend.suspend)
-        store.wait(["failed"])
-        assert not waiting.done()
-        assert backend.memory_stats()["suspended"] == 0
-        backend.abort()
-        with dist_error("was released"):
-            waiting.result()
-
-
 @pytest.mark.matrix
 @pytest.mark.ranks(1)
-def test_a_resume_or_first_use_without_memory_raises_and_takes_none() -> None:
-    backend = start(capacity_bytes=HELD)
+def test_a_first_use_without_memory_raises_and_takes_none() -> None:
+    start(capacity_bytes=HELD + 2 * MIB)
     use()
-    backend.suspend()
-    assert memory.free_bytes() == (7 * MIB, "simulated")
-    simulated.configure(capacity_bytes=2 * MIB)
-    for call in (backend.resume, lambda: use(alone())):
-        with dist_error("out of memory"):
-            call()
-        assert held() == MIB
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["variable", "setting"])
-def test_a_suspend_without_cumem_succeeds_and_releases_nothing(how: str) -> None:
-    """As NCCL's does with NCCL_CUMEM_ENABLE=0."""
-    if how == "variable":
-        os.environ["NCCL_CUMEM_ENABLE"] = "0"
-    backend = start(suspend_works=how == "variable")
-    use()
-    backend.suspend()
-    assert held() == HELD
-    backend.resume()
-    assert (held(), use()) == (HELD, 2)
+    assert memory.free_bytes() == (2 * MIB, "simulated")
+    with dist_error("out of memory"):
+        use(alone())
+    assert held() == memory.in_use()["simulated"] == HELD
 
 
 # ---------------------------------------------------------------------------------------------
@@ -307,8 +233,6 @@ def test_a_suspend_without_cumem_succeeds_and_releases_nothing(how: str) -> None
 
 LIFE: tuple[tuple[Any, SimState, int], ...] = (
     ("connect", SimState.CONNECTED, HELD),
-    ("suspend", SimState.SUSPENDED, MIB),
-    ("resume", SimState.CONNECTED, HELD),
     ("release", SimState.RELEASED, 0),
 )
 """The steps of a group after its creation, each with its state and held bytes afterwards."""
@@ -320,9 +244,8 @@ def test_a_step_with_a_fault_is_undone_or_complete(moment: Any) -> None:
     """After a fault before the step, the step can be repeated."""
     start()
     group = alone()
-    backend, before = group._get_backend(CPU), (SimState.CREATED, 0)
-    steps = {"connect": lambda: use(group), "suspend": backend.suspend}
-    steps |= {"resume": backend.resume, "release": group.shutdown}
+    before = (SimState.CREATED, 0)
+    steps = {"connect": lambda: use(group), "release": group.shutdown}
     for at, *after in LIFE:
         with simulated.inject(Fault(at, moment=moment, message="on purpose")):
             with pytest.raises(InjectedFaultError, match="on purpose"):
@@ -503,7 +426,6 @@ def test_a_fault_can_be_at_a_barrier_and_in_a_failure(rank: int) -> None:
         (Fault, {"at": "barrier", "group": "1"}),
         (Fault, {"at": "barrier", "moment": "waiting"}),
         (simulated.configure, {"bytes_per_communicator": -1}),
-        (simulated.configure, {"persistent_share": 1.5}),
     ],
 )
 def test_an_invalid_fault_or_setting_raises(function: Any, arguments: dict[str, Any]) -> None:

@@ -1047,7 +1047,9 @@ static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
                                 : call_real("ncclCommResume", comm.get());
   if (result) return result;
   if (!meet(comm.get(), 0, 0)) return fail(ncclSystemError, "it was aborted");
-  if (!move_to_host(comm.get(), suspend ? comm->bytes - comm->left() : -comm->pinned))
+  const char* cumem = getenv("NCCL_CUMEM_ENABLE");  // without it NCCL releases nothing
+  const long released = cumem && std::string(cumem) == "0" ? 0 : comm->bytes - comm->left();
+  if (!move_to_host(comm.get(), suspend ? released : -comm->pinned))
     return fail(ncclUnhandledCudaError, kOutOfMemory);
   comm->suspended = suspend;
   return meet(comm.get(), 0, 0) ? ncclSuccess : fail(ncclSystemError, "it was aborted");

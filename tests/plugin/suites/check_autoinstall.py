@@ -18,25 +18,11 @@ def test_phases():
     assert not reloadpg.is_installed() or reloadpg.status().cycles == 1
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(method, marks=pytest.mark.ranks(1, backend="gloo", start_method=method))
-        for method in ("forkserver", "spawn")
-    ],
-)
-def test_not_inherited(method):
+@pytest.mark.ranks(1, backend="gloo")
+def test_not_inherited():
     assert not reloadpg.is_installed()
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(
-            method, marks=pytest.mark.ranks(2, backend="gloo", start_method=method, env=OWN)
-        )
-        for method in ("forkserver", "spawn")
-    ],
-)
-def test_the_marks_own(method):
+@pytest.mark.ranks(2, backend="gloo", env=OWN)
+def test_the_marks_own():
     assert type(dist.group.WORLD) is reloadpg.ReloadableProcessGroup

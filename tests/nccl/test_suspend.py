@@ -1,0 +1,292 @@
+"""Strategy ``suspend`` over torch's own NCCL engines: memory, skipped groups, errors, misuse."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.fault_job import TRIANGLE, Job, attempt, eventually, reasons, strategies
+from helpers.nccl_job import CAN_SUSPEND, MIB, on_engines
+
+import reloadpg
+from reloadpg import c10d
+from reloadpg.testing import standins
+
+pytestmark = [
+    pytest.mark.standins,
+    pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
+    pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend"),
+]
+
+FAULTY = 1
+NESTED = ((0, 1), (0, 1, 2))
+"""Subgroups that all have rank 0, as WORLD does."""
+
+
+def on_three(**env: str) -> Any:
+    return on_engines(3, TEST_WORLD="nccl", **env)
+
+
+def start(**options: Any) -> Job:
+    return Job("nccl", **{"strategy": "suspend", "subgroups": TRIANGLE, **options})
+
+
+def held() -> int:
+    """Bytes of communicators on this rank's device."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("strategy", ["suspend", "recreate"])
+@on_three()
+def test_three_cycles(engine: str, strategy: str) -> None:
+    """The report has the bytes that the device has back; suspend keeps a part, and the backends.
+
+    Collectives raise on offloaded groups, and the same objects sum correctly after the reload.
+    """
+    job = start(strategy=strategy)
+    count, suspends, live = len(job.groups), strategy == "suspend", held()
+    backends = [group._get_backend(torch.device("cuda")) for group in job.groups.values()]
+    for cycle in range(1, 4):
+        report = reloadpg.offload()
+        left = held()
+        assert (0 < left < live / 10) if suspends else left == 0
+        assert job.refused()
+        assert job.states() == {"offloaded"}
+        status = reloadpg.status()
+        assert status.memory_bytes == left
+        for group in status.groups:
+            assert (group.strategy, group.cycles, group.timeout_s) == (strategy, cycle, 120)
+            assert group.last_offload_ms is not None
+        assert not reloadpg.offload().changed
+        back = reloadpg.reload(connect="eager")
+        assert held() == live
+        assert (job.states(), job.generations()) == ({"live"}, {0 if suspends else cycle})
+        assert job.sums()
+        assert not reloadpg.reload(connect="eager").changed
+        assert report.memory_source == back.memory_source
+        assert report.released_bytes == back.restored_bytes == live - left
+        assert report.pinned_bytes == (report.released_bytes if suspends else 0)
+        assert back.pinned_bytes == 0
+        assert report.to_dict()["offload/released_bytes"] == report.released_bytes
+        assert report.restored_bytes is back.released_bytes is None
+        assert sum(group.bytes or 0 for group in report.groups) == live
+        assert len(report.groups) == count
+        assert {*strategies(report).values(), *strategies(back).values()} == {strategy}
+        kept = [f"kept {left / MIB:.1f} MiB" in text for text in report.warnings]
+        assert kept.count(True) == suspends
+    for group, backend in zip(job.groups.values(), backends, strict=True):
+        assert (group._get_backend(torch.device("cuda")) is backend) == suspends
+
+
+@pytest.mark.parametrize("used", [("WORLD", "g0"), ("g0",)], ids="+".join)
+@on_three()
+def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks(
+    engine: str, rank: int, used: tuple[str, ...]
+) -> None:
+    """NCCL cannot suspend it. All members skip it, and it works afterwards. Other groups are
+    suspended, even if a rank has used none of its groups.
+    """
+    job = start(used=False)
+    job.sums(*used)
+    members = {"WORLD": {0, 1, 2}, "g0": {0, 1}, "g1": {1, 2}, "g2": {0, 1, 2}}
+    mine = {
+        name: "suspend" if name in used else "skip"
+        for name, ranks in members.items()
+        if rank in ranks
+    }
+    for _ in range(2):
+        report = reloadpg.offload()
+        assert job.refused()
+        assert strategies(report) == strategies(reloadpg.reload()) == mine
+    assert job.sums()
+
+
+@on_three()
+def test_suspended_groups_can_be_destroyed(engine: str) -> None:
+    """First one group, which stays destroyed after the reload, and then all groups.
+
+    By an abort: a shutdown would need the peers. NCCL leaves 4 MiB of each.
+    """
+    job = start()
+    reloadpg.offload()
+    group = job.groups.pop("g2")
+    dist.destroy_process_group(group)
+    reloadpg.reload()
+    assert job.sums()
+    assert group.state == "destroyed"
+    reloadpg.offload()
+    dist.destroy_process_group()
+    assert standins.communicators() == 0
+    assert held() == standins.left_bytes()
+
+
+@on_three()
+def test_what_is_set_while_suspended_holds_after_the_reload(engine: str) -> None:
+    job = start()
+    group = job.groups["WORLD"]
+    reloadpg.offload()
+    group._set_group_desc("renamed")
+    group._managed.set_timeout(timedelta(seconds=77))
+    reloadpg.reload()
+    inner = group._managed.communicator
+    assert inner.group_desc == "renamed"
+    reported = c10d.get_timeouts(inner, tuple(group._managed.construction.devices))
+    assert {timeout.total_seconds() for timeout in reported.values()} == {77}
+    assert job.sums()
+
+
+@on_three()
+def test_no_rank_resumes_before_all_have_enough_memory(engine: str, rank: int) -> None:
+    """If one rank has too little, all raise and none resumes. With just enough, all resume."""
+    job = start()
+    reloadpg.offload()
+    left = held()
+    if rank == FAULTY:  # the rollout engine still has the memory
+        free, _ = torch.cuda.mem_get_info()
+        engines = torch.empty(free - 2 * MIB, dtype=torch.uint8)
+    error = reloadpg.errors.InsufficientMemoryError if rank == FAULTY else reloadpg.PeerFailedError
+    with pytest.raises(error, match=r"rank 1 has 2 MiB free \("):
+        reloadpg.reload()
+    assert job.states() == {"offloaded"}
+    if rank == FAULTY:
+        del engines
+        torch.cuda.empty_cache()
+    assert held() == left
+    assert {*strategies(reloadpg.reload()).values()} == {"suspend"}
+    assert job.sums()
+
+
+@on_three()
+def test_a_suspend_that_gave_back_too_little_is_the_last_one(engine: str, rank: int) -> None:
+    """The report of the first offload says so, with the reason."""
+    if rank == 0:  # no setting that Python sees shows it, such as an old driver
+        ctypes.CDLL(None).setenv(b"NCCL_CUMEM_ENABLE", b"0", 1)
+    job = start(subgroups=NESTED)
+    first = reloadpg.offload()
+    assert {*strategies(first).values()} == {"suspend"}
+    short = [text for text in first.warnings if "gave back" in text]
+    assert [rank] * len(short) == [0] * (rank == 0)
+    assert all("gave back 0.0 MiB of the " in text for text in short)
+    reloadpg.reload()
+    assert job.sums()
+    second = reloadpg.offload()
+    assert strategies(second) == dict.fromkeys(job.groups, "recreate")
+    assert all("an earlier suspend gave back" in text for text in reasons(second).values() if text)
+    reloadpg.reload()
+    assert job.sums()
+
+
+@on_three()
+def test_groups_of_a_rank_without_cumem_are_recreated(engine: str, rank: int) -> None:
+    """A suspend would succeed there without releasing memory. All members report the reason."""
+    if rank == 0:
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"
+    job = start(subgroups=NESTED)
+    report = reloadpg.offload()
+    assert held() == 0
+    reloadpg.reload()
+    assert strategies(report) == dict.fromkeys(job.groups, "recreate")
+    assert all("NCCL_CUMEM_ENABLE=0" in reason for reason in reasons(report).values())
+    assert job.sums()
+
+
+@pytest.mark.parametrize("at", ["suspend", "resume", "no memory"])
+@on_three()
+def test_the_job_recreates_after_a_failure(engine: str, rank: int, at: str) -> None:
+    """All groups are failed; the next offload warns once, with the reason."""
+    job = start()
+    taken: list[Any] = []
+
+    def take_memory() -> None:
+        """Leave too little, after the ranks have agreed that there was enough."""
+        free, _ = torch.cuda.mem_get_info()
+        taken.append(torch.empty(free - 2 * MIB, dtype=torch.uint8, device=f"cuda:{rank}"))
+
+    if at != "suspend":
+        reloadpg.offload()
+    if rank == FAULTY and at == "no memory":
+        reloadpg.lifecycle.memory.free_bytes = lambda: take_memory()
+    elif rank == FAULTY:
+        standins.inject(standins.Fault("fail", at, rank=FAULTY, times=1))  # type: ignore[arg-type]
+    with pytest.raises(reloadpg.ReloadpgError):
+        (reloadpg.offload if at == "suspend" else reloadpg.reload)()
+    assert job.states() == {"failed"}
+    taken.clear()
+    torch.cuda.empty_cache()
+    reloadpg.reload()
+    assert job.sums()
+    then = reloadpg.offload()
+    again = reloadpg.reload()
+    assert strategies(then) == strategies(again) == dict.fromkeys(job.groups, "recreate")
+    assert job.sums()
+    phase = "'suspended'" if at == "suspend" else "'resumed'"
+    assert all(phase in reason for reason in reasons(then).values())
+    (warning,) = [text for text in then.warnings if "recreated, not suspended" in text]
+    assert warning.startswith(f"{len(job.groups)} groups are recreated")
+
+
+@on_three()
+def test_an_interrupt_within_a_suspend(engine: str, rank: int) -> None:
+    """It is raised on that rank, and all others are notified; the next reload works."""
+    log = Path(f"{os.environ['TMPDIR']}/nccl.{rank}")
+    os.environ["RELOADPG_STANDIN_LOG"] = str(log)
+    job = start()
+    fault = standins.Fault("hang", "suspend", rank=FAULTY, times=1)
+
+    def interrupt() -> None:
+        assert eventually(lambda: "fault: hang in suspend" in log.read_text())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if rank == FAULTY:
+        standins.inject(fault)
+        threading.Thread(target=interrupt, daemon=True).start()
+    seen = attempt(reloadpg.offload)
+    assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
+    assert job.states() == {"failed"}
+    reloadpg.reload()
+    assert job.sums()
+
+
+@pytest.mark.parametrize("operation", ["offload", "reload"])
+@on_three()
+def test_a_backend_that_the_program_has_suspended_or_resumed(engine: str, operation: str) -> None:
+    """A second suspend or resume raises on all ranks; a reload recreates the groups.
+
+    By default a backend object refuses to resume a suspended group.
+    """
+    job = start(borrowed="ignore", parallelism=1)
+    backend = job.groups["WORLD"]._get_backend(torch.device("cuda"))
+    if operation == "offload":
+        c10d.suspend_backend(backend)
+    else:
+        reloadpg.offload()
+        c10d.resume_backend(backend)
+        assert job.refused()
+    with pytest.raises(reloadpg.ReloadpgError):
+        getattr(reloadpg, operation)()
+    reloadpg.reload()
+    assert job.sums()
+
+
+@pytest.mark.parametrize("when", ["offload", "reload"])
+@on_three()
+def test_a_callback_can_destroy_a_suspended_group(engine: str, when: str) -> None:
+    job = start(subgroups=((0, 1, 2),))
+    group = job.groups.pop("g0")
+    if when == "offload":
+        reloadpg.on_offload(lambda: dist.destroy_process_group(group))
+    else:
+        reloadpg.on_reload(lambda: dist.destroy_process_group(group), before=True)
+    reloadpg.offload()
+    reloadpg.reload()
+    assert group.state == "destroyed"
+    assert job.sums()
