@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,6 +109,12 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
     return rows
 
 
+def _held(stats: Mapping[str, int]) -> int:
+    """Bytes on the device: NCCL's total includes those that a suspend has moved to the host."""
+    moved = stats.get("suspend", 0) if stats.get("suspended") else 0
+    return stats.get("total", 0) - moved
+
+
 def _group_status(group: ManagedGroup) -> GroupStatus:
     timeouts, history = group.current_timeouts(), group.history
     stats = None if jobs.busy else group.memory_stats()
@@ -123,7 +129,7 @@ def _group_status(group: ManagedGroup) -> GroupStatus:
         selected[0] if selected else None,
         group.last_error,
         history.strategy,
-        None if stats is None else stats.get("total", 0),
+        None if stats is None else _held(stats),
         history.cycles,
         history.offload_ms,
         history.reload_ms,
