@@ -7,8 +7,6 @@ readable.
 from __future__ import annotations
 
 import mmap
-import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -149,7 +147,7 @@ class GroupRecord:
 
 
 FaultPoint = Literal["create", "connect", "release", "collective", "barrier", "failure"]
-FaultAction = Literal["raise", "stall", "exit", "kill", "call"]
+FaultAction = Literal["raise", "stall", "call"]
 FaultMoment = Literal["before", "waiting", "after"]
 
 
@@ -167,8 +165,7 @@ class Fault:
             backend: ``barrier`` (of an offload, a reload or a recovery), ``failure`` (this rank is
             about to notify the others that it has failed).
         action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
-            fault is cleared or ``seconds`` have passed, then continue; ``exit`` the process with
-            ``exit_code`` and no clean-up; ``kill`` it with SIGKILL; ``call`` a function.
+            fault is cleared or ``seconds`` have passed, then continue; ``call`` a function.
         group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
             is every later generation of group ``1``). A group has no description at ``create``.
         operation: only this method of the group (``allreduce``, ``shutdown``, ``abort``), or
@@ -182,7 +179,6 @@ class Fault:
             another thread, where nothing can be raised; ``after`` it has read the decision.
         seconds: maximum duration of ``stall``; None stalls until it is cleared.
         message: text of the error.
-        exit_code: for ``exit``.
         call: for ``call``: called in the thread of the event, with the group's current info, or
             the barrier's :class:`BarrierInfo`. Its exceptions, including ``KeyboardInterrupt``,
             propagate from the step.
@@ -198,7 +194,6 @@ class Fault:
     moment: FaultMoment = "before"
     seconds: float | None = None
     message: str = ""
-    exit_code: int = 1
     call: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
@@ -291,12 +286,8 @@ class InjectedFault:
             fault.call(info)
         elif fault.action == "raise":
             raise InjectedFaultError(fault.message or f"injected fault {where}")
-        elif fault.action == "stall":
-            self._cleared.wait(fault.seconds)
-        elif fault.action == "exit":
-            os._exit(fault.exit_code)
         else:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._cleared.wait(fault.seconds)
 
 
 # ---------------------------------------------------------------------------------------------

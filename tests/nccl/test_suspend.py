@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import worlds
 from helpers.fault_job import TRIANGLE, Job, attempt, eventually, reasons, strategies
 from helpers.nccl_job import CAN_SUSPEND, MIB, on_engines
 
@@ -33,7 +34,7 @@ NESTED = ((0, 1), (0, 1, 2))
 
 
 def on_three(**env: str) -> Any:
-    return on_engines(3, TEST_WORLD="nccl", **env)
+    return on_engines(3, TEST_WORLD="nccl-bound" if worlds.BOUND else "nccl", **env)
 
 
 def start(**options: Any) -> Job:
@@ -99,7 +100,7 @@ def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks(
     job = start(used=False)
     job.sums(*used)
     members = {"WORLD": {0, 1, 2}, "g0": {0, 1}, "g1": {1, 2}, "g2": {0, 1, 2}}
-    connected = members if engine == "nccl2" else used  # which connects when it is created
+    connected = members if engine == "nccl2" or worlds.BOUND else used  # at their creation
     mine = {
         name: "suspend" if name in connected else "skip"
         for name, ranks in members.items()

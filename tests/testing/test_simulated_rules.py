@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from torch.distributed import distributed_c10d
 import reloadpg
 from reloadpg.c10d import tables
 from reloadpg.lifecycle import memory
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import simulated
 from reloadpg.testing._sim_state import FaultMoment
 from reloadpg.testing.simulated import Fault, GroupInfo, InjectedFaultError, SimState
 
@@ -364,21 +363,6 @@ def test_creations_and_releases_take_the_configured_time() -> None:
         group = alone()
     group.shutdown()
     assert time.monotonic() - begun >= 0.6
-
-
-def dying_rank(rank: int, size: int) -> None:
-    start()
-    ends: Any = [{"action": "exit", "exit_code": 7}, {"action": "kill"}]
-    simulated.inject(Fault("collective", nth=2, **ends[rank]))
-    use()
-    use()
-
-
-def test_a_fault_can_end_its_process() -> None:
-    """By an exit code or by SIGKILL."""
-    exited, killed = run_ranks(dying_rank, 2, timeout=280, check=False)
-    assert (exited.exitcode, exited.exception is not None) == (7, True)
-    assert killed.signal == signal.SIGKILL
 
 
 @pytest.mark.ranks(2)

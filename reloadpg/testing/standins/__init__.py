@@ -70,12 +70,9 @@ SETTINGS: Mapping[str, str] = {
     "but a few are refused (refuse) or do nothing (skip) (compute)",
     "RELOADPG_STANDIN_COMM_PERCENT": "memory of a communicator, in percent of that measured (100)",
     "RELOADPG_STANDIN_NVLS": "1: the devices support multicast, with which NCCL uses NVLS (0)",
-    "RELOADPG_STANDIN_INIT_MS": "additional time that a communicator's creation takes (0)",
     "RELOADPG_STANDIN_CONNECT": "1: the first collective of a communicator connects its members in "
     "the call, and waits for them there (0)",
     "RELOADPG_STANDIN_PEER_ERRORS": "1: aborts and ends of peers are noticed as over sockets (0)",
-    "RELOADPG_STANDIN_SHARE_DEVICE": "1: members of a communicator may be on one device (0)",
-    "RELOADPG_STANDIN_NCCL_VERSION": "what ncclGetVersion returns (the version of torch's build)",
     "RELOADPG_STANDIN_LOG": "file to which each NCCL call is written (none)",
 }
 """The environment variables that the processes of a job read, with their meaning and default."""
