@@ -24,11 +24,12 @@ The second fact is the lock that the backend holds in these calls: :data:`LOCKS`
 calls that wait are made:
 
 * The lock of one communicator: in parallel threads.
-* A lock that other communicators share: not at all. ``ProcessGroupNCCL2`` (the default of torch
-  2.15) has one mutex for a communicator and all that were split from it, and torch splits every
-  group from WORLD there. Such communicators are aborted, each in an NCCL group call, whose end
-  needs no mutex: so in parallel threads. A replay never splits, so each communicator that it
-  creates has a separate mutex, and is destroyed.
+* A lock that other communicators share: not while it is held. ``ProcessGroupNCCL2`` (the default
+  of torch 2.15) has one mutex for a communicator and all that were split from it, and torch splits
+  every group from WORLD there. Such communicators are destroyed each in an NCCL group call, whose
+  end needs no mutex: so in parallel threads. (An abort would wait for no rank. After it, torch's
+  ``shutdown`` prints a warning with a C++ stack, and the destructor one without: 2.15.0.) A replay
+  never splits, so each communicator that it creates has a separate mutex.
 * An unknown lock: one group at a time, in the shared order, unless ``install(parallelism=...)``
   says otherwise.
 

@@ -66,23 +66,26 @@ def resume_backend(backend: CppBackend) -> None:
 
 
 @contextmanager
-def group_call() -> Iterator[None]:
-    """Execute the aborts that torch calls in this block, in this thread, at the end of the block.
+def group_call() -> Iterator[bool]:
+    """Execute the destroys and aborts that this thread calls in this block at the block's end.
 
     NCCL only records them in the block, where torch holds a lock. The end is called without it, so
-    that other threads can abort communicators that share the lock: an abort of a connected
-    communicator takes up to half a second, since NCCL's proxy threads look for it at this interval.
+    that other threads can end communicators that share the lock. A destroy waits for its peers
+    there. An abort of a connected communicator takes up to half a second, since NCCL's proxy
+    threads look for it at this interval.
+
+    Yields whether it is so: False if NCCL's library is not found.
 
     Raises:
-        RuntimeError: an abort failed.
+        RuntimeError: a destroy or an abort failed.
     """
     library = cast(Any, _nccl())
     if library is None:
-        yield
+        yield False
         return
     _check(library, "ncclGroupStart", library.ncclGroupStart())
     try:
-        yield
+        yield True
     except BaseException:
         library.ncclGroupEnd()
         raise

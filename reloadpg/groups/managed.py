@@ -68,7 +68,6 @@ class ManagedGroup:
         last_error: why it failed; empty if it did not.
         under_way: the operation whose threads have exclusive use of the group; None if there is
             none.
-        replayed: whether a replay has created its communicator, which never splits another one.
         before_end: called before the group is destroyed for good.
         known_loans: what its callers hold of it; None if nothing was taken.
         records: whether what its callers take out of it is recorded.
@@ -82,7 +81,6 @@ class ManagedGroup:
     state = GroupState.LIVE
     last_error = ""
     under_way: UnderWay | None = None
-    replayed = False
     before_end: Callable[[], object] | None = None
     known_loans: Loans | None = None
     records = True
@@ -244,7 +242,6 @@ class ManagedGroup:
         for name, args, kwargs in self.calls:
             getattr(inner, name)(*args, **kwargs)
         self._make_live(inner)
-        self.replayed = not self.construction.is_handed_over
         self.generation = generation
 
     def suspend(self) -> Any:

@@ -40,9 +40,8 @@ _ASK_S = 0.1
 class Releases:
     """The communicators that one offload destroys.
 
-    Where communicators may share a lock, each is aborted: that releases the same memory and waits
-    for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost. Within
-    a group call, NCCL aborts at the end of the call, when torch holds no lock.
+    Where communicators may share a lock, each is destroyed in an NCCL group call: NCCL destroys at
+    the end of the call, when torch holds no lock (:mod:`reloadpg.c10d.locks`).
 
     Each is recorded in the job before it is detached, until it is destroyed: if the destruction
     hangs or is interrupted, the communicator is aborted, where an abort can end a destroy.
@@ -50,7 +49,6 @@ class Releases:
 
     job: Job
     released: dict[str, weakref.ref[Any]] = field(default_factory=dict)
-    _aborts: bool = field(default_factory=lambda: _shares_locks(c10d.known_groups()))
 
     def release(self, group: ManagedGroup, attempt: Attempt, index: int) -> None:
         """Destroy the communicator of a live group. Blocking; an action of an operation."""
@@ -61,7 +59,6 @@ class Releases:
             parts = _parts(inner, group.construction)
             monitored = c10d.monitored_backends(inner)
             locks = c10d.shares_lock(released_backends(inner, group.construction))
-            aborts = self._aborts and locks
             self.job.doomed[group] = repr(group), parts
             # Detached first: a collective of another thread must find the placeholder, and not a
             # communicator that is being destroyed.
@@ -75,7 +72,7 @@ class Releases:
             # communicator that was destroyed. The destroy ends when the peers abort theirs.
             doomed = self.job.doomed.pop(group, None) if locks else None
             try:
-                _end(parts, aborts)
+                _end(parts, locks)
             except BaseException:
                 if doomed is not None:
                     self.job.doomed[group] = doomed
@@ -97,24 +94,16 @@ class Releases:
         ]
 
 
-def _end(parts: Iterable[Any], aborts: bool) -> None:
-    """Destroy communicators, or abort them. Blocking."""
+def _end(parts: Iterable[Any], shares_lock: bool) -> None:
+    """Destroy communicators. Blocking."""
     for part in parts:
-        if aborts:  # a destroy would wait for peers in a lock that other threads need
-            with c10d.group_call():
-                part.abort()
-        part.shutdown()  # after an abort, it ends torch's watchdog
-
-
-def _shares_locks(groups: Iterable[ProcessGroup]) -> bool:
-    """Whether torch may have split a communicator of this process from another one. Local."""
-    for group in groups:
-        known = managed(group)
-        if known is not None and (known.replayed or known.communicator is None):
+        if not shares_lock:
+            part.shutdown()
             continue
-        if c10d.shares_lock(c10d.live_backends(group, list(c10d.device_backends(group))).values()):
-            return True
-    return False
+        with c10d.group_call() as grouped:
+            if not grouped:  # a destroy would wait for peers in a lock that other threads need
+                part.abort()
+            part.shutdown()
 
 
 class Rebuilds:
