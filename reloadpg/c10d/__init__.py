@@ -82,6 +82,7 @@ from .locks import LOCKS as LOCKS
 from .locks import Lock as Lock
 from .locks import needs_one_thread as needs_one_thread
 from .locks import shares_lock as shares_lock
+from .nccl_suspend import devices_of as devices_of
 from .nccl_suspend import group_call as group_call
 from .nccl_suspend import nccl_version as nccl_version
 from .nccl_suspend import resume_backend as resume_backend

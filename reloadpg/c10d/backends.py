@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
+from . import devices
 from .tables import close_coalescing, device_backends, known_groups, label_of, world
 
 GLOO = getattr(_c10d, "ProcessGroupGloo", None)
@@ -179,17 +180,28 @@ def gloo_options(timeout: timedelta | None, device: object = None) -> Any:
     return options
 
 
-def is_connected(backend: CppBackend) -> bool:
-    """Whether a backend has a communicator for the current device; False if that is unknown.
+def pointer_of(backend: CppBackend) -> int:
+    """The pointer of a backend's communicator for the current device; 0 if none is known.
+
+    ``ProcessGroupNCCL2`` has one communicator, and gives it for each device.
+    """
+    pointer = getattr(backend, "_comm_ptr", None)
+    try:
+        return 0 if pointer is None else int(pointer())
+    except RuntimeError:  # raised if there is no communicator
+        return 0
+
+
+def is_connected(backend: CppBackend, index: int | None = None) -> bool:
+    """Whether a backend has a communicator for a device; False if that is unknown.
+
+    ``index`` is that of the device; by default it is this rank's.
 
     Each call of ``ProcessGroupNCCL.eager_connect_single_device`` creates a communicator and leaks
     the previous one (torch 2.13.0 and 2.14.1, over stand-ins for CUDA and NCCL).
     """
-    pointer = getattr(backend, "_comm_ptr", None)
-    try:
-        return pointer is not None and pointer() != 0
-    except RuntimeError:  # raised if there is no communicator
-        return False
+    with devices.current(devices.index_of_rank() if index is None else index):
+        return pointer_of(backend) != 0
 
 
 def connects_without_timeout(backend: CppBackend) -> bool:
@@ -240,7 +252,8 @@ def memory_stats(backend: CppBackend) -> dict[str, int] | None:
     if stats is None:
         return None
     try:
-        return dict(stats())
+        with devices.current(devices.index_of_rank()):
+            return dict(stats())
     except RuntimeError as error:
         return {} if "initialized" in str(error) else None
 

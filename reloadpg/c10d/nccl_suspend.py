@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch.distributed import distributed_c10d as _c10d
 
-from .backends import CppBackend
+from . import devices
+from .backends import CppBackend, pointer_of
 from .engine_variables import nccl_settings
 from .needs import describe_needs, missing
 
@@ -90,6 +91,28 @@ def group_call() -> Iterator[bool]:
         library.ncclGroupEnd()
         raise
     _check(library, "ncclGroupEnd", library.ncclGroupEnd())
+
+
+def devices_of(backend: CppBackend) -> tuple[int, ...]:
+    """Indices of the devices on which an NCCL backend has communicators. Local.
+
+    Empty if that is unknown. Call it while no other thread connects or ends the backend, since
+    torch holds a lock and the GIL.
+    """
+    pointers = {}
+    for index in devices.with_context():
+        with devices.current(index):
+            if pointer := pointer_of(backend):
+                pointers[index] = pointer
+    if len(pointers) > 1 and len(set(pointers.values())) == 1:
+        library, device = cast(Any, _nccl()), ctypes.c_int()
+        if library is None:
+            return ()
+        communicator = ctypes.c_void_p(next(iter(pointers.values())))
+        result = library.ncclCommCuDevice(communicator, ctypes.byref(device))
+        _check(library, "ncclCommCuDevice", result)
+        return (device.value,)
+    return tuple(pointers)
 
 
 _IN_PROGRESS = 7

@@ -280,10 +280,11 @@ NEEDS: tuple[Need, ...] = (
         "groups with symmetric memory are known",
         "borrowed",
     ),
+    *_names("torch._C", "_cuda_hasPrimaryContext", "no context is created on a device", "devices"),
 )
 
-MAY_BE_ABSENT = frozenset({"_dist2"})
-"""Names that a build of torch may lack without a fault: in torch 2.13."""
+MAY_BE_ABSENT = frozenset({"_cuda_hasPrimaryContext", "_dist2"})
+"""Names that a build of torch may lack without a fault: without CUDA, in torch 2.13."""
 
 
 def torch_version() -> Version:
@@ -312,8 +313,8 @@ def _expected(capability: str | None, needs: Iterable[Need]) -> Iterator[Need]:
 
 
 _UNKNOWN = object()
-_ENGINES = ("ProcessGroupNCCL", "_dump_nccl_trace", "_dump_fr_trace")
-"""What a build without NCCL lacks."""
+_ENGINES = ("ProcessGroupNCCL", "_dump_nccl_trace", "_dump_fr_trace", "_cuda_hasPrimaryContext")
+"""What a build without NCCL or CUDA lacks."""
 
 
 def _is_met(need: Need, owners: dict[str, Any], load: bool) -> bool:

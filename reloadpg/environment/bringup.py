@@ -420,7 +420,9 @@ def _environment_of_group() -> DistributedEnvironment:
 def _device_of(world: ProcessGroup) -> torch.device:
     present = accelerator()
     if present is not None and present.type in c10d.device_backends(world):
-        return torch.device(present.type, torch.accelerator.current_device_index())
+        index = c10d.devices.index_of_rank()
+        here = torch.accelerator.current_device_index
+        return torch.device(present.type, here() if index is None else index)
     return torch.device("cpu")
 
 

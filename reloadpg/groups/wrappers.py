@@ -215,6 +215,7 @@ def _manage(
     proxy = ReloadableProcessGroup(group, construction)
     if set_name != TRAINER:
         proxy._managed.set_name = set_name
+    c10d.devices.note_creation()
     return proxy
 
 
@@ -262,6 +263,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     )
     c10d.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
+    c10d.devices.note_creation()
     registry.hooks.after_world(begins=begins)
     return proxy
 

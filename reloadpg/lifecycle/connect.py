@@ -88,8 +88,9 @@ def connect_group(group: ManagedGroup) -> Any:
     """
     device = _device(group)
     backend = backend_for(group.proxy, device)
-    if not is_connected(backend):
-        backend.eager_connect_single_device(device)
+    with devices.current(device.index):
+        if not is_connected(backend, device.index):
+            backend.eager_connect_single_device(device)
     return backend
 
 
@@ -106,17 +107,18 @@ def check_group(group: ManagedGroup, how: Connect) -> None:
 def sum_ranks(group: ProcessGroup, device: torch.device) -> tuple[list[int], list[int]]:
     """Sum two numbers over the ranks; return the sums and those expected. Collective, blocking."""
     rank, size = group.rank(), group.size()
-    tensor = torch.tensor([1, rank + 1], dtype=torch.int64, device=device)
-    group.allreduce([tensor]).wait()
-    devices.synchronize()
-    raise_for_aborted()
-    return tensor.tolist(), [size, size * (size + 1) // 2]
+    with devices.current(device.index):
+        tensor = torch.tensor([1, rank + 1], dtype=torch.int64, device=device)
+        group.allreduce([tensor]).wait()
+        devices.synchronize(device.index)
+        raise_for_aborted()
+        return tensor.tolist(), [size, size * (size + 1) // 2]
 
 
 def _device(group: ManagedGroup) -> torch.device:
-    """The current device of a type whose backend was rebuilt."""
+    """The device of this rank, of a type whose backend was rebuilt."""
     selected = group.construction.selected
-    index = devices.current_index()
+    index = devices.index_for(group.proxy)
     if index is not None:
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and accelerator.type in selected:

@@ -3,7 +3,8 @@
 The device's own report comes first. The values of communicators (``memory_stats``, NCCL 2.29.7 and
 later) include only part of their memory. Sources, in this order:
 
-* ``device``: used memory of the current accelerator device, from its runtime, over all processes.
+* ``device``: used memory of this rank's accelerator device, from its runtime, over all processes;
+  the sum, if it has several.
 * sources of :func:`add_source`: ``simulated``, the memory of the simulated accelerator.
 * ``rss``: resident memory of this process, from the Linux kernel.
 
@@ -16,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 from ..c10d import devices
 from ..groups.sets import ALL, Chosen
@@ -74,9 +76,9 @@ def in_use() -> dict[str, int]:
 
 def free_bytes() -> tuple[int, str] | None:
     """Bytes available to communicators, and their source; None if unknown. Local."""
-    runtime = devices.runtime()
-    if runtime is not None and hasattr(runtime, "mem_get_info"):
-        return int(runtime.mem_get_info()[0]), "device"
+    amounts = _of_devices()
+    if amounts:
+        return sum(free for free, _ in amounts), "device"
     for name, source in list(_sources.items()):
         free = source.free()
         if free is not None:
@@ -92,7 +94,10 @@ def warnings(released: bool, chosen: Chosen = ALL) -> list[str]:
     texts: list[str] = []
     runtime = devices.runtime()
     if released and runtime is not None and hasattr(runtime, "memory_reserved"):
-        cached = runtime.memory_reserved() - runtime.memory_allocated()
+        cached = sum(
+            runtime.memory_reserved(index) - runtime.memory_allocated(index)
+            for index in devices.of_rank()
+        )
         if cached >= _LARGE_CACHE:
             texts.append(
                 f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
@@ -112,11 +117,19 @@ def warnings(released: bool, chosen: Chosen = ALL) -> list[str]:
 
 
 def _device_used() -> int | None:
-    runtime = devices.runtime()
-    if runtime is None or not hasattr(runtime, "mem_get_info"):
-        return None
-    free, total = runtime.mem_get_info()
-    return int(total - free)
+    amounts = _of_devices()
+    return sum(total - free for free, total in amounts) if amounts else None
+
+
+def _of_devices() -> list[tuple[int, int]]:
+    """Free and total bytes of each device of this rank; empty if unknown."""
+    amounts = []
+    ask = getattr(devices.runtime(), "mem_get_info", None)
+    for index in () if ask is None else devices.of_rank():
+        with devices.current(index) as usable:
+            if usable:
+                amounts.append(cast(Any, ask)())
+    return amounts
 
 
 def _resident() -> int | None:

@@ -21,7 +21,7 @@ from .pending import Pending
 from .recreate import Releases
 from .run import await_unfinished, perform
 from .strategy import bytes_kept, choose, obstacle_of, refuse_borrowed, verify
-from .suspend import suspend
+from .suspend import released_backends, suspend
 
 
 @overload
@@ -167,8 +167,22 @@ def _forget_told(groups: list[ManagedGroup]) -> None:
 
 
 def _quiesce(op: Operation, phase: str) -> None:
-    """Wait for work that uses the groups on this rank; with a timeout."""
+    """Wait for work that uses the groups on this rank; with a timeout.
+
+    No collective is in flight, so this is where the devices of communicators can be read.
+    """
+
+    def synchronize() -> None:
+        live = [group for group in op.changes.groups if group.is_live]
+        devices.record({group.proxy: _devices_of(group) for group in live})
+        devices.synchronize()
+
     op.await_saves(phase)
     with op.record.timed("device"):
-        op.do(phase, devices.synchronize, "synchronizing the accelerator")
+        op.do(phase, synchronize, "synchronizing the accelerator")
         c10d.raise_for_aborted()  # the release of the communicators would hide it
+
+
+def _devices_of(group: ManagedGroup) -> tuple[int, ...]:
+    backends = released_backends(group.communicator, group.construction)
+    return tuple({index for backend in backends for index in c10d.devices_of(backend)})

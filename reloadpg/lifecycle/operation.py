@@ -145,6 +145,8 @@ class Operation:
         if self.opened:
             return
         self.opened = True
+        if text := c10d.devices.difference():
+            self.record.warnings.append(text)
         self.record.measure("before")
         for callback in list(callbacks.begin):
             callback()

@@ -17,7 +17,7 @@ from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
-from ..groups.proxy import ReloadableProcessGroup, managed
+from ..groups.proxy import ReloadableProcessGroup
 from ..rendezvous.worker_thread import Attempt, Task, Wait
 from .callbacks import callbacks
 from .connect import (

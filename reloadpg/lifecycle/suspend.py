@@ -36,8 +36,9 @@ def suspend(group: ManagedGroup, attempt: Attempt, index: int) -> None:
             return
         inner = group.suspend()
     if group.history.strategy == "suspend":
-        for backend in released_backends(inner, group.construction):
-            c10d.suspend_backend(backend)
+        with c10d.devices.current(c10d.devices.index_for(group.proxy)):
+            for backend in released_backends(inner, group.construction):
+                c10d.suspend_backend(backend)
 
 
 def resume(group: ManagedGroup, attempt: Attempt, index: int) -> None:
@@ -45,8 +46,9 @@ def resume(group: ManagedGroup, attempt: Attempt, index: int) -> None:
     if attempt.abandoned:
         return
     if group.history.strategy == "suspend":
-        for backend in released_backends(group.communicator, group.construction):
-            c10d.resume_backend(backend)
+        with c10d.devices.current(c10d.devices.index_for(group.proxy)):
+            for backend in released_backends(group.communicator, group.construction):
+                c10d.resume_backend(backend)
     with attempt as wanted:
         if wanted:
             group.resume()

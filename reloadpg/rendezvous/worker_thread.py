@@ -259,8 +259,8 @@ class Attempt:
 class Task(LibraryThread, Generic[T]):
     """A call in a new thread, started immediately.
 
-    The thread uses the caller's current accelerator device, which is a per-thread setting, and the
-    caller's context variables. An abandoned task runs until its call returns.
+    In the thread this rank's accelerator device is current, whichever is in the caller's, and it
+    has the caller's context variables. An abandoned task runs until its call returns.
 
     Args:
         function: the function to call.
@@ -283,7 +283,7 @@ class Task(LibraryThread, Generic[T]):
         self._ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
-        self._device = devices.current_index()
+        self._device = devices.index_of_rank()
         self._function: Callable[[], T] | None = partial(contextvars.copy_context().run, function)
         super().__init__(name=f"reloadpg-{name}", daemon=daemon)
         try:
