@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -25,17 +26,21 @@ class FakeRuntime(types.ModuleType):
     def mem_get_info(self):
         return 50 * GIB, 80 * GIB
 
-    def memory_reserved(self):
+    def memory_reserved(self, index):
         return self.reserved
 
-    def memory_allocated(self):
+    def memory_allocated(self, index):
         return 10 * GIB
+
+    def device(self, index):
+        return nullcontext()
 
 
 @pytest.fixture
 def runtime(monkeypatch):
     fake = FakeRuntime()
     monkeypatch.setattr(devices, "runtime", lambda: fake)
+    monkeypatch.setattr(devices, "of_rank", lambda: (0,))
     return fake
 
 
