@@ -11,6 +11,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,10 @@ def test_releases_run_in_parallel(rank: int) -> None:
     for group in [dist.new_group([0, 1]) for _ in range(4)]:
         assert summed(group, rank) == 3.0
     assert summed(None, rank) == 3.0
-    with standins.inject(Fault("hang", "destroy", rank=rank, times=1)):
+    fault = Fault("hang", "destroy", rank=0, times=1)
+    with standins.inject(fault) if rank == 0 else nullcontext():  # rank 1 waits there for rank 0
         pending = reloadpg.offload(wait=False)
-        assert eventually(lambda: standins.communicators() == 2)  # it, and WORLD, which is last
+        assert eventually(lambda: standins.communicators() <= 2)  # it, and WORLD, which is last
     pending.result()
     assert standins.communicators() == 0
 
