@@ -129,9 +129,8 @@ class SetStates:
         self._states = {TRAINER: SetState()}
 
     def declare(self, names: Iterable[str]) -> None:
-        """Add sets. Local, idempotent."""
-        for name in names:
-            self._states.setdefault(name, SetState())
+        """Add sets, and forget those of an earlier installation. Local, idempotent."""
+        self._states = {name: self._states.get(name, SetState()) for name in (TRAINER, *names)}
 
     def __getitem__(self, name: str) -> SetState:
         return self._states.get(name, self._states[TRAINER])

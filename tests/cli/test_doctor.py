@@ -213,7 +213,7 @@ def test_a_module_or_script_that_cannot_be_imported_is_reported(modules, monkeyp
     for name, text in (("job.sh", "torchrun train.py\n"), ("job", "#!/bin/sh\nexec torchrun\n")):
         (modules / name).write_text(text)
         [problem] = [one for one in diagnose(modules / name).findings if one.check == "script"]
-        assert problem.remedy == "this is a shell script: name the Python program that it starts"
+        assert problem.remedy == "pass a Python script; for a shell script, the one that it starts"
     warnings = [one.message for one in diagnosis.at("warning") if one.check == "import"]
     assert warnings[0] == "exits cannot be imported: SystemExit: no GPU here"
     assert warnings[1].startswith("no_such_module_anywhere cannot be imported: ModuleNotFound")

@@ -138,13 +138,17 @@ def accelerator_claimed() -> Iterator[None]:
 
     Before 2.15, ``split_group`` splits the backend of the accelerator if there is one.
     """
-    own = torch.accelerator.is_available, torch.accelerator.current_accelerator
-    torch.accelerator.is_available = lambda: True  # type: ignore[assignment]
-    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")  # type: ignore[assignment]
+    claims = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda *_, **__: torch.device("cpu"),
+        "current_device_index": lambda: 0,
+    }
+    own = {name: getattr(torch.accelerator, name) for name in claims}
+    vars(torch.accelerator).update(claims)
     try:
         yield
     finally:
-        torch.accelerator.is_available, torch.accelerator.current_accelerator = own
+        vars(torch.accelerator).update(own)
 
 
 def start(
