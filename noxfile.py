@@ -138,7 +138,7 @@ def faults(session: nox.Session) -> None:
 
 @nox.session
 def frameworks(session: nox.Session) -> None:
-    """The hooks with the frameworks that they are for; writes the table of docs/frameworks.md."""
+    """The hooks with the frameworks that they are for; writes the table of docs/trainers.md."""
     pins = ("-c", "tests/frameworks/constraints.txt")
     session.install(*pins, "torch", "ninja", "setuptools")
     extras = "test-core,deepspeed,lightning,transformers,trl"
@@ -156,7 +156,7 @@ def frameworks(session: nox.Session) -> None:
             for name in ("hooks", "verl", "torchft", "ray", "whole_programs")
         ),
         "tests/examples/test_blocks.py",
-        env={"TEST_FRAMEWORKS_TABLE": "docs/frameworks.md"},
+        env={"TEST_FRAMEWORKS_TABLE": "docs/trainers.md"},
     )
 
 

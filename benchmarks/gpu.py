@@ -282,8 +282,11 @@ python benchmarks/gpu.py --page results.json > docs/gpu.md
 ```
 
 `--minutes` limits the time, and a second call runs the missing steps. NCCL runs two ranks on one
-GPU from 2.30 on; `--nccl PATH` preloads such a library. Memory is what the device reports; times
-are medians of 20 cycles.
+GPU from 2.30 on; `--nccl PATH` preloads such a library.
+"""
+
+TABLES = """
+Memory is what the device reports; times are medians of 20 cycles.
 
 ## Memory of a communicator
 
@@ -325,8 +328,10 @@ set `engine`.
 
 
 def page(results: Result) -> str:
-    """The page docs/gpu.md; a cell without a result says so."""
+    """The page docs/gpu.md; without any result it has no tables, and a cell without one says so."""
     steps = results["steps"]
+    if not steps:
+        return PAGE.format(head="Memory and times of a cycle: **not yet run on a GPU**.")
 
     def of(name: str) -> Result:
         found: Result = steps.get(name, {}).get("result", {})
@@ -362,12 +367,12 @@ def page(results: Result) -> str:
     other = [("offload_bytes", mib), ("own_bytes", mib), ("engine_bytes", mib)]
     holders = [row(name, [name], other) for name in ("torch_memory_saver", "vLLM")]
     known = of("facts")
-    head = "**Not yet run on a GPU.** Each cell says so until it has been."
+    head = "The GPU is not known."
     if results["standins"]:
         head = f"**Not a GPU:** {LABEL}."
     elif known:
         head = ", ".join(f"{name} {value}" for name, value in known.items()) + "."
-    return PAGE.format(
+    return (PAGE + TABLES).format(
         head=head,
         communicators="\n".join(rows),
         cycles="\n".join(ways),

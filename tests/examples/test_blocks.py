@@ -35,9 +35,9 @@ BLOCKS = [*readme_blocks(), *page_blocks(), *docstring_blocks()]
 
 
 def the_uniform_pause(ranks: list[dict[str, Any]]) -> None:
-    """A pause suspends the groups that have a communicator, and they work after the resume."""
+    """The groups are recreated where the accelerator cannot suspend them, and work afterwards."""
     for rank in ranks:
-        assert rank["used"] == {"default_pg": "suspend", "trainer's": "suspend"}
+        assert rank["used"] == {"default_pg": "recreate", "trainer's": "recreate"}
         assert (rank["state"], rank["groups"]) == ("live", 2)
 
 
@@ -78,11 +78,13 @@ def the_mesh(ranks: list[dict[str, Any]]) -> None:
 
 
 def the_report(ranks: list[dict[str, Any]]) -> None:
-    """Nothing was connected yet, so there is nothing to suspend."""
+    """The default group is recreated; nothing was connected yet."""
     for rank in ranks:
         report = rank["report"]
         assert (report.memory_source, report.released_bytes) == ("simulated", 0)
-        assert [(group.desc, group.strategy) for group in report.groups] == [("default_pg", "skip")]
+        assert [(group.desc, group.strategy) for group in report.groups] == [
+            ("default_pg", "recreate")
+        ]
         assert rank["generation"] == 1
 
 
@@ -168,8 +170,8 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("docs/start.md", "with reloadpg.offloaded() as report"): (2, the_colocated_loop),
     ("docs/start.md", "prometheus_client"): (2, the_metrics),
     ("docs/start.md", "opentelemetry"): (2, the_spans),
-    ("docs/adoption.md", "used = pause()"): (2, the_uniform_pause),
-    ("docs/frameworks.md", "offloaded(engine)"): (2, the_hook_of_deepspeed),
+    ("docs/migration.md", "used = pause()"): (2, the_uniform_pause),
+    ("docs/trainers.md", "offloaded(engine)"): (2, the_hook_of_deepspeed),
     ("docs/trainers.md", "fully_shard(model"): (2, the_reloaded_mesh),
     ("docs/trainers.md", "dcp.async_save("): (2, the_save_during_a_rollout),
     ("docs/recovery.md", "recovery_requested()"): (2, the_repeated_steps),
@@ -177,7 +179,7 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
     (RL, 'connect="eager"'): (2, the_rollout),
     (RL, "groups_live()"): (2, the_update_while_asleep),
-    (RL, 'strategy="suspend"'): (2, the_report),
+    (RL, "report.memory_source"): (2, the_report),
     ("environment", "ensure_process_group()"): (2, the_evaluator),
     ("environment", "process_group_scope()"): (2, the_owner),
     ("environment", 'mesh_dims={"pp": 2, "dp_shard": -1, "tp": 4}'): (8, the_mesh),

@@ -25,8 +25,11 @@ def messages() -> Iterator[str]:
 
 
 def quoted() -> list[str]:
+    """Of errors, after the class; and of the warnings in a report."""
     text = TROUBLESHOOTING.read_text()
-    return re.findall(r"^### [^`]+: `(.+)`$", text, re.MULTILINE)  # after the class of the error
+    errors = re.findall(r"^### [^`]+: `(.+)`$", text, re.MULTILINE)
+    warnings = text.partition("## Warnings of a report")[2].partition("\n## ")[0]
+    return [*errors, *re.findall(r"^\| `(.+?)` \|", warnings.partition("| --- ")[2], re.MULTILINE)]
 
 
 def test_quoted_messages_are_those_of_the_library() -> None:
@@ -67,9 +70,8 @@ def test_each_warning_is_explained() -> None:
     parts = [part for part in parts if len(part) > 10]
     warned = [one for one in warnings_of_the_library() if re.search(r"\w{3}", one)]
     assert len(warned) >= 20
-    # One line for all that a report says, and one that begins with the text of a heading.
-    variable = ("reloadpg.…(): …", "…: torch is unchanged, and no group is reloadable")
-    unexplained = [w for w in warned if w not in variable and not any(p in w for p in parts)]
+    variable = "reloadpg.…(): …"  # one line for all that a report says
+    unexplained = [w for w in warned if w != variable and not any(p in w for p in parts)]
     assert unexplained == []
     table = TROUBLESHOOTING.read_text().partition("## Other warnings")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
@@ -96,6 +98,11 @@ def test_links_and_figures_exist() -> None:
             if "://" not in target and not (document.parent / target).exists():
                 broken.append((document.name, target))
     assert broken == []
+
+
+def test_all_pages_together_have_at_most_16_000_words() -> None:
+    """What a user does not ask for, and reasons that only a developer needs, are not in a page."""
+    assert sum(len(page.read_text().split()) for page in PAGES) <= 16_000
 
 
 def test_included_examples_exist() -> None:
