@@ -1,31 +1,16 @@
-"""Input and output that the commands share: types of options, pages of text.
+"""What the commands share: types of options, findings, output.
 
-A command describes its output as lines, tables and findings: in colours on a terminal, as plain
-text elsewhere. Results go to stdout and errors to stderr, so that a pipe gets the result alone.
+Output is plain text, the same on a terminal and in a pipe. Results go to stdout and errors to
+stderr, so that a pipe gets the result alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import tempfile
-import textwrap
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
-
-from ..texts import table
-
-STYLES = {"good": "32", "note": "2", "warning": "33", "bad": "1;31", "head": "1"}
-"""Style on a terminal, as in its control sequences, by tone."""
-
-LEVELS = {"": "", "ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
-"""Tone of a finding by its level."""
-
 
 # -- types of options; what they raise becomes argparse's error -----------------------------------
 
@@ -70,47 +55,6 @@ def existing_file(text: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of text.
-
-    Attributes:
-        tone: a key of :data:`STYLES`, or empty.
-        indent: where it continues if it is longer than a terminal is wide; None to cut it off.
-    """
-
-    text: str
-    tone: str = ""
-    indent: int | None = 0
-
-    def drawn(self, width: int) -> str:
-        """The line as a terminal of this width shows it."""
-        text = self.text
-        if len(text) > width:
-            if self.indent is None:
-                text = f"{text[: width - 3]}..."
-            else:
-                indent = " " * min(self.indent, width // 2)
-                text = textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
-        style = STYLES.get(self.tone)
-        return f"\x1b[{style}m{text}\x1b[0m" if style and text else text
-
-
-Page = Sequence[Line]
-"""Lines, one below the other."""
-
-
-def tabled(
-    header: Sequence[str], rows: Sequence[Sequence[object]], tones: Sequence[str] = ()
-) -> list[Line]:
-    """Columns of values as lines, numbers to the right; the last column continues below itself."""
-    head, rule, *body = table(header, rows).split("\n")
-    indent = len(rule.rstrip("-"))
-    tones = tones or [""] * len(body)
-    shown = (Line(text, tone, indent) for text, tone in zip(body, tones, strict=True))
-    return [Line(head, "head"), Line(rule, "note"), *shown]
-
-
-@dataclass(frozen=True)
 class Finding:
     """The result of one check.
 
@@ -124,11 +68,10 @@ class Finding:
     message: str
     remedy: str = ""
 
-    def lines(self, head: str) -> Iterator[Line]:
-        """Yield the message after a head, and the remedy below it."""
-        yield Line(f"{head}{self.message}", LEVELS[self.level], len(head))
-        for line in self.remedy.splitlines():
-            yield Line(f"{' ' * len(head)}-> {line}", "", len(head) + 3)
+    def lines(self, head: str) -> list[str]:
+        """The message after a head, and the remedy below it."""
+        indent = " " * len(head)
+        return [head + self.message, *(f"{indent}-> {line}" for line in self.remedy.splitlines())]
 
 
 class CommandError(Exception):
@@ -140,42 +83,7 @@ class CommandError(Exception):
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
-    """Write a line and flush. Local."""
+    """Write text as a line and flush. Local."""
     stream = sys.stdout if stream is None else stream
     stream.write(f"{text}\n")
     stream.flush()
-
-
-def show(page: Page) -> None:
-    """Write a page: plain text, one line each, where stdout is no terminal."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-        say("\n".join(line.drawn(width) for line in page))
-    else:
-        say("\n".join(line.text for line in page))
-
-
-@contextmanager
-def follow_lines(tell: Callable[[str], object]) -> Iterator[Path]:
-    """Yield a file; ``tell`` is called with each line that a process appends to it."""
-    with tempfile.TemporaryDirectory(prefix="reloadpg-lines-") as directory:
-        path = Path(directory, "lines")
-        path.touch()
-        over = threading.Event()
-
-        def watch() -> None:
-            # If stdout was closed, the command's next line raises the error.
-            with path.open() as file, suppress(BrokenPipeError):
-                ending = False
-                while not ending:
-                    ending = over.wait(0.1)
-                    for line in file:
-                        tell(line.rstrip("\n"))
-
-        watcher = threading.Thread(target=watch, name="lines", daemon=True)
-        watcher.start()
-        try:
-            yield path
-        finally:
-            over.set()
-            watcher.join()

@@ -14,12 +14,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from ..texts import counted
-from .console import CommandError, follow_lines, positive, say
+from .console import CommandError, positive, say
 
 EXAMPLES = tuple(parent / "examples" / "colocated_rl.py" for parent in Path(__file__).parents[1:3])
 """Paths of the example: in an installed package, and in the source tree."""
@@ -84,7 +85,7 @@ def difference(run: Sequence[str], reference: Sequence[str]) -> str:
 
 
 def _lines_of(example: Path, ranks: int, cycles: int, devices: int, *options: str) -> list[str]:
-    """Run the example on fresh ranks; show and return the lines that it prints."""
+    """Run the example on fresh ranks; show and return the lines that rank 0 prints."""
     from ..testing import RanksFailedError, run_ranks
 
     variables: dict[str, str | None] = {
@@ -92,26 +93,23 @@ def _lines_of(example: Path, ranks: int, cycles: int, devices: int, *options: st
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         **({} if devices else {"CUDA_VISIBLE_DEVICES": ""}),
     }
-    seen = list[str]()
-
-    def tell(line: str) -> None:
-        seen.append(line)
-        say(f"  {line}")
-
     arguments = [str(example), "--iterations", str(cycles), *options]
     try:
-        with follow_lines(tell) as lines:
-            args = (arguments, lines)
-            run_ranks(_rank, ranks, args=args, timeout=600.0 + 60.0 * cycles, env=variables)
+        printed = run_ranks(
+            _rank, ranks, args=(arguments,), timeout=600.0 + 60.0 * cycles, env=variables
+        )
     except RanksFailedError as error:
         details = str(error).partition("\n")[2].strip()
         raise CommandError(f"a rank failed; all have been ended\n{details}", 1) from None
-    return seen
+    lines: list[str] = printed[0].splitlines()
+    say("\n".join(f"  {line}" for line in lines))
+    return lines
 
 
-def _rank(rank: int, world_size: int, arguments: list[str], lines: Path) -> None:
-    """Run the example as one rank of a job. Rank 0 alone prints; its lines go to a file."""
+def _rank(rank: int, world_size: int, arguments: list[str]) -> str:
+    """Run the example as one rank of a job; return what it prints."""
     warnings.simplefilter("ignore")
     sys.argv = arguments
-    with lines.open("a") as file, redirect_stdout(file):
+    with redirect_stdout(StringIO()) as printed:
         runpy.run_path(arguments[0], run_name="__main__")
+    return printed.getvalue()

@@ -17,7 +17,6 @@ import os
 import platform
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from .. import _TESTED_TORCH
@@ -35,7 +34,7 @@ from ..lifecycle.autoinstall import NO, SWITCH
 from ..lifecycle.variables import invalid_values
 from ..settings import IS_OFF, VARIABLES, is_off, unknown_variables
 from ..texts import counted
-from .console import Finding, Line, Page, existing_file, say, show
+from .console import Finding, existing_file, say
 
 OLDEST, NEWEST = _TESTED_TORCH
 
@@ -47,7 +46,7 @@ REPORTED = (
     *("RELOADPG_", "NCCL_", "TORCH_", "TORCHCOMM_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_"),
     "OMP_NUM_",
 )
-"""Prefixes of the variables in a bug report; others are omitted."""
+"""Prefixes of the variables that are shown, for a bug report; others are omitted."""
 
 CREATORS = ("init_process_group", "new_group", "split_group")
 """The functions that are patched."""
@@ -80,43 +79,37 @@ class Diagnosis:
 def diagnose(
     script: str | os.PathLike[str] | None = None,
     *,
-    modules: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     strategy: str | None = None,
 ) -> Diagnosis:
     """Find causes that prevent offload and reload, in this process and its environment.
 
-    Local; changes nothing except by importing the named modules. Never raises because of a
+    Local; changes nothing except by importing the script's modules. Never raises because of a
     finding.
 
     Args:
         script: a script whose imports are imported first; the script does not run.
-        modules: modules that are imported first.
         environ: the variables to look at; ``os.environ`` if None.
         strategy: the strategy of the job; None reads it from the environment, or from an
             installation in this process. Settings that it does not use are not checked.
     """
     variables = os.environ if environ is None else environ
-    chosen, said_by = _chosen_strategy(strategy, variables)
-    said = Finding("strategy", "ok", f"{chosen}, {said_by}")
-    suspends = chosen != "recreate"
+    chosen = strategy or _strategy_here(variables)
+    said, suspends = Finding("strategy", "ok", chosen), chosen != "recreate"
     checks: list[Check] = [
         ("torch", check_torch),
         ("torchcomms", check_torchcomms),
-        ("device", check_device),
         ("variables", partial(check_variables, variables)),
         ("autoinstall", partial(check_autoinstall, variables)),
         *([("strategy", lambda: iter([said]))] if chosen in STRATEGIES else []),
-        ("nccl", check_nccl),
+        ("device", check_device),
         ("nccl settings", partial(check_nccl_settings, variables, suspends=suspends)),
         *([("suspend", check_suspend)] if suspends else []),
         ("recovery", partial(check_recovery, variables)),
-        ("import", partial(import_modules, modules)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
         ("holders", partial(check_holders, variables, suspends=suspends)),
         ("torch names", check_names),  # of modules that the script has loaded, too
         ("foreign wrapper", check_wrappers),
-        ("early alias", check_aliases),
         ("launcher", partial(check_launcher, variables)),
     ]
     findings = []
@@ -138,10 +131,10 @@ def add(subcommands: Any) -> None:
         help="find causes that prevent offload and reload",
         description=(
             "Check torch, NCCL and its settings, other patches of the functions that create "
-            "groups, modules that imported these functions early, and the launcher. Exit code 1 "
-            "if there is a problem."
+            "groups, and the launcher. Paste the output into a bug report. Exit code 1 if there "
+            "is a problem."
         ),
-        epilog="Example: reloadpg doctor train.py --report",
+        epilog="Example: reloadpg doctor train.py",
     )
     parser.add_argument(
         "script",
@@ -151,73 +144,41 @@ def add(subcommands: Any) -> None:
         help="first import the imports of this script; the script does not run",
     )
     parser.add_argument(
-        "--import",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="first import this module; may be repeated",
-    )
-    parser.add_argument(
         "--strategy",
         choices=STRATEGIES,
         help="the strategy of the job (default: that of the environment, or recreate)",
-    )
-    parser.add_argument(
-        "--report",
-        action="store_true",
-        help="a block to paste into a bug report: versions, machine, settings and findings",
     )
     parser.add_argument("--json", action="store_true", help="all findings as JSON")
     parser.set_defaults(run=_run, reports_variables=True)
 
 
 def _run(options: argparse.Namespace) -> int:
-    if "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m does, for the modules of --import
-    diagnosis = diagnose(options.script, modules=options.modules, strategy=options.strategy)
+    diagnosis = diagnose(options.script, strategy=options.strategy)
     if options.json:
         say(json.dumps(diagnosis.to_dict(), indent=1))
-    elif options.report:
-        say(bug_report(diagnosis, os.environ))
     else:
-        show(_page(diagnosis, options.script))
+        say(_page(diagnosis, os.environ))
     return 0 if diagnosis.ok else 1
 
 
-def _page(diagnosis: Diagnosis, script: Path | None = None) -> Page:
-    from .. import __version__
-
-    head = f"reloadpg {__version__}, Python {platform.python_version()}, {platform.node()}"
-    lines = [Line(head, "head"), Line("")]
-    width = max(len(finding.check) for finding in diagnosis.findings)
-    for finding in diagnosis.findings:
-        level = f"[{finding.level}]".ljust(9)
-        lines += finding.lines(f"  {level}  {finding.check.ljust(width)}  ")
-    problems, warnings = len(diagnosis.at("problem")), len(diagnosis.at("warning"))
-    found = counted(problems, "problem") if problems else "No problem was found"
-    where = f" for {script.name}" if script is not None else ""
-    last = f"{found}{where}; {counted(warnings, 'warning')}."
-    paste = Line("For a bug report, paste the output of doctor --report.", "note")
-    return [*lines, Line(""), Line(last, "head"), paste]
-
-
-def bug_report(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
-    """The diagnosis as a block to paste: versions, machine, settings and findings. Local.
-
-    Includes only environment variables with a prefix in :data:`REPORTED`.
-    """
+def _page(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
+    """The diagnosis with what a bug report needs: versions, machine, settings and findings."""
     from .. import __version__
 
     versions = [f"reloadpg {__version__}", f"Python {platform.python_version()}"]
     for name in ("torch", "wrapt", "ray", "megatron-core", "torch-memory-saver"):
         with suppress(PackageNotFoundError):
             versions.append(f"{name} {version_of(name)}")
-    lines = [", ".join(versions), f"{platform.platform()}, {os.cpu_count()} cores", "", "settings:"]
-    shown = {name: environ[name] for name in sorted(environ) if name.startswith(REPORTED)}
-    lines += [f"  {name}={value}" for name, value in shown.items()] or ["  none are set"]
-    lines += ["", "findings:", textwrap.indent(str(diagnosis), "  ")]
-    return "\n".join(("```text", *lines, "```"))
+    lines = [", ".join(versions), f"{platform.platform()}, {os.cpu_count()} cores", ""]
+    width = max(len(finding.check) for finding in diagnosis.findings)
+    for finding in diagnosis.findings:
+        level = f"[{finding.level}]".ljust(9)
+        lines += finding.lines(f"  {level}  {finding.check.ljust(width)}  ")
+    shown = [f"  {name}={environ[name]}" for name in sorted(environ) if name.startswith(REPORTED)]
+    lines += ["", "settings:", *(shown or ["  none are set"])]
+    problems, warnings = len(diagnosis.at("problem")), len(diagnosis.at("warning"))
+    found = counted(problems, "problem") if problems else "No problem was found"
+    return "\n".join([*lines, "", f"{found}; {counted(warnings, 'warning')}."])
 
 
 # -- torch and NCCL ---------------------------------------------------------------------------
@@ -279,6 +240,7 @@ def check_torchcomms() -> Findings:
 
 
 def check_device() -> Findings:
+    from ..c10d import nccl_version
     from ..c10d.devices import name_devices
 
     if devices := name_devices():
@@ -286,11 +248,6 @@ def check_device() -> Findings:
     else:
         what = "no accelerator here: checks that need a GPU were skipped"
         yield Finding("device", "note", what, "also run doctor on a machine of the job")
-
-
-def check_nccl() -> Findings:
-    from ..c10d import nccl_version
-
     if version := nccl_version():
         yield Finding("nccl", "ok", f"version {_shown(version)}")
     else:
@@ -397,18 +354,16 @@ def _shown(version: tuple[int, ...]) -> str:
 # -- this process and the job -----------------------------------------------------------------
 
 
-def _chosen_strategy(given: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
-    if given is not None:
-        return given, "as --strategy says"
-    by_environment = environ.get("RELOADPG_STRATEGY", "").strip()
-    if by_environment:
-        return by_environment, "from RELOADPG_STRATEGY"
+def _strategy_here(environ: Mapping[str, str]) -> str:
+    """The strategy that the environment names, or that is installed in this process."""
+    if named := environ.get("RELOADPG_STRATEGY", "").strip():
+        return named
     with suppress(Exception):  # a torch that is too old or broken fails in many ways
         from .. import status
 
         if options := status().options:
-            return str(options["strategy"]).partition(" ")[0], "as installed in this process"
-    return "recreate", "the default; for another, use --strategy"
+            return str(options["strategy"]).partition(" ")[0]
+    return "recreate"
 
 
 def check_variables(environ: Mapping[str, str]) -> Findings:
@@ -433,19 +388,13 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
     if environ.get(SWITCH, "").strip().lower() in NO or is_off(environ):
         return
     from .. import status
-    from ..groups.registry import registry
 
-    options = status().options
-    if options:
+    if options := status().options:
         names = options["backends"]
         backends = "of accelerators" if isinstance(names, str) else ", ".join(names)
         strategy, timeout = options["strategy"], f"{options['timeout_s']:g} s"
         done = f"installed: backends {backends}, strategy {strategy}, timeout {timeout}"
         yield Finding("autoinstall", "ok", done)
-        if unknown := registry.options.selection.unknown_backends() if registry.options else []:
-            what = f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know here"
-            remedy = "correct the name, or import its plugin before groups are created"
-            yield Finding("autoinstall", "warning", what, remedy)
         return
     yield Finding(
         "autoinstall",
@@ -518,46 +467,6 @@ def _is_of(package: str, function: Any) -> bool:
     return home in Path(function.__code__.co_filename).parents
 
 
-def check_aliases() -> Findings:
-    """Find modules that hold torch's own functions by a name, which were loaded after ``install``.
-
-    Those that were loaded before it are patched. Reads module dictionaries only, as the patching
-    does: no ``__getattr__`` of a module is called.
-    """
-    from .. import is_installed
-
-    found = False
-    for module in list(sys.modules.values()) if is_installed() else []:
-        if not isinstance(module, ModuleType):
-            continue
-        home = str(vars(module).get("__name__", "?"))
-        if home.partition(".")[0] in ("torch", "reloadpg", "wrapt"):
-            continue
-        for attribute, value in list(vars(module).items()):
-            if _is_of("torch", value) and value.__name__ in CREATORS:
-                found = True
-                what = f"{home}.{attribute} is torch's own {value.__name__}, but reloadpg is "
-                what += "installed: groups created through it are not reloadable"
-                remedy = "load that module before reloadpg.install()"
-                yield Finding("early alias", "problem", what, remedy)
-    if not found:
-        yield Finding("early alias", "ok", "no module holds an unpatched creating function")
-
-
-def import_modules(names: Sequence[str]) -> Findings:
-    """Import modules; yield a finding for each failure."""
-    for name in names:
-        try:
-            import_module(name)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a module may call sys.exit while it is imported
-            why = str(error).strip().partition("\n")[0]
-            what = f"{name} cannot be imported: {type(error).__name__}: {why}"
-            remedy = "its changes to torch were not checked; run doctor where the job runs"
-            yield Finding("import", "warning", what, remedy)
-
-
 def import_of_script(script: Path) -> Findings:
     """Import the modules that a script imports outside of functions. The script does not run."""
     try:
@@ -569,7 +478,16 @@ def import_of_script(script: Path) -> Findings:
     directory = str(script.absolute().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)  # as the interpreter does for a script
-    yield from import_modules(list(dict.fromkeys(_imported(tree))))
+    for name in dict.fromkeys(_imported(tree)):
+        try:
+            import_module(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module may call sys.exit while it is imported
+            why = str(error).strip().partition("\n")[0]
+            what = f"{name} cannot be imported: {type(error).__name__}: {why}"
+            remedy = "its changes to torch were not checked; run doctor where the job runs"
+            yield Finding("script", "warning", what, remedy)
 
 
 def _imported(node: ast.AST) -> Iterator[str]:

@@ -18,12 +18,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from ..settings import STATUS_DIR
-from ..texts import counted, format_ranks
-from .console import CommandError, Line, Page, natural, positive, say, seconds, show, tabled
+from ..texts import counted, format_ranks, table
+from .console import CommandError, natural, positive, say, seconds
 
 COMMUNICATOR_BYTES = (500_000_000, 1_600_000_000)
 """Smallest and largest measured memory of one NCCL communicator on a GPU."""
@@ -72,10 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         raise CommandError(f"there is no file {options.script!r}. For a module, use -m.")
     run = run_script(options)
     result = {**explain(run.pop("records")), **run}
-    if options.json:
-        say(json.dumps(result, indent=1))
-    else:
-        show(_page(options, result))
+    say(json.dumps(result, indent=1) if options.json else _page(options, result))
     return 1 if result["error"] or not result["groups"] else 0
 
 
@@ -139,51 +135,49 @@ def explain(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"script_installs": installs, "groups": [*groups.values()], "memory": memory}
 
 
-def _page(options: argparse.Namespace, result: Mapping[str, Any]) -> Page:
-    head = f"reloadpg explain: {options.script}, rank {options.rank} of {options.world_size}"
-    lines, groups = [Line(head, "head")], result["groups"]
+def _page(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
+    lines = [f"reloadpg explain: {options.script}, rank {options.rank} of {options.world_size}"]
+    groups = result["groups"]
     if groups:
-        lines += [Line(""), *_table(groups), Line(""), *_summary(result)]
+        lines += ["", _table(groups), "", *_summary(result)]
     else:
-        lines.append(Line("The script created no process group.", "warning"))
-        lines.append(Line("Groups in other processes that the script starts are not recorded."))
+        lines.append("The script created no process group.")
+        lines.append("Groups in other processes that the script starts are not recorded.")
     if result["timed_out"]:
         end = f"The script was ended after {options.timeout:g} s; later groups are not shown. "
-        lines.append(Line(f"{end}To wait longer, use --timeout.", "warning"))
+        lines.append(f"{end}To wait longer, use --timeout.")
     elif result["error"]:
-        lines.append(Line(f"The script failed: {result['error']}", "bad"))
-        lines.append(Line("Groups that it would have created later are not shown."))
-        lines.append(Line("Only this rank ran; rank 0 receives least from the others.", "note"))
+        lines.append(f"The script failed: {result['error']}")
+        lines.append("Groups that it would have created later are not shown.")
+        lines.append("Only this rank ran; rank 0 receives least from the others.")
     if not result["devices"] and (_OF_DEVICES.search(result["error"]) or not groups):
-        lines.append(Line(NO_DEVICE, "warning"))
-    return lines
+        lines.append(NO_DEVICE)
+    return "\n".join(lines)
 
 
-def _table(groups: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """The groups as rows, the most important columns first, since a terminal cuts rows off."""
+def _table(groups: Sequence[Mapping[str, Any]]) -> str:
     header = ("group", "size", "reloadpg", "backend", "created by", "set", "ranks", "desc")
-    rows, tones = [], []
+    rows = []
     for one in groups:
         ranks, state = format_ranks(one["ranks"]), "reloadable" if one["reloadable"] else "bypassed"
         if len(ranks) > 24:
             ranks = f"{one['ranks'][0]}, {one['ranks'][1]}, ..., {one['ranks'][-1]}"
         place = (one["backend"], one["made_by"], one["in_set"] or "", ranks, one["desc"])
         rows.append((one["name"][:9], len(one["ranks"]), state, *place))
-        tones.append("good" if one["reloadable"] else "note")
-    return [replace(line, indent=None) for line in tabled(header, rows, tones)]
+    return table(header, rows)
 
 
-def _summary(result: Mapping[str, Any]) -> list[Line]:
+def _summary(result: Mapping[str, Any]) -> list[str]:
     groups, memory = result["groups"], result["memory"]
     share = f"{sum(one['reloadable'] for one in groups)} of {counted(len(groups), 'group')}"
-    lines = [Line(f"{share} of this rank would be reloadable.", "head")]
+    lines = [f"{share} of this rank would be reloadable."]
     reasons = Counter(one["reason"] for one in groups if one["reason"])
-    lines += [Line(f"  {counted(n, 'group')}: {why}", "", 4) for why, n in reasons.most_common()]
+    lines += [f"  {counted(n, 'group')}: {why}" for why, n in reasons.most_common()]
     if not result["script_installs"]:
-        lines.append(Line("The script does not call reloadpg.install(); shown as if it did."))
+        lines.append("The script does not call reloadpg.install(); shown as if it did.")
     if memory["communicators"]:
         least, most = memory["least_bytes"] / 1e9, memory["most_bytes"] / 1e9
         what = f"An offload would release about {least:.1f} to {most:.1f} GB of this rank's GPU: "
         held = f"{counted(memory['communicators'], 'NCCL communicator')}, if each has been used."
-        lines += [Line(f"{what}{held}", "head"), Line(f"  An estimate: {SOURCE}.", "note")]
+        lines += [f"{what}{held}", f"  An estimate: {SOURCE}."]
     return lines

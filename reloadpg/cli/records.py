@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -25,9 +24,6 @@ from ..settings import STATUS_DIR
 VERSION = 1
 """Version of the record's format."""
 
-LATE_S = 2.5
-"""Seconds without an update after which a rank's process is looked up on this host."""
-
 SILENT_S = 5.0
 """Seconds without an update after which a rank is called silent; it updates each second."""
 
@@ -36,10 +32,6 @@ UNREADABLE = (OSError, ValueError, TypeError, OverflowError, RecursionError)
 
 _LARGEST = 64 << 20
 _LARGEST_JOB = 1 << 20
-
-
-def decoded(data: bytes) -> Any:
-    return json.loads(data.decode("utf-8", errors="replace"))
 
 
 def typed(kind: Any, value: Any) -> Any:
@@ -150,20 +142,13 @@ class RankRecord:
 
         The process is found if the record is of the same table: a process id of another PID
         namespace, such as a container's, means nothing here. It has ended if the id is not in use,
-        or by a process that began at another time. A record without that is looked up by its host's
-        name, if it is late.
+        or by a process that began at another time.
         """
-        if self.exited or self.pid is None:
+        known = self.pid is not None and self.started and self.process_table == process_table()
+        if self.exited or not known:
             return self
-        if self.process_table and self.started:
-            if self.process_table != process_table():
-                return self
-            gone = start_of(self.pid) != self.started
-            return replace(self, process="gone" if gone else _process_state(self.pid))
-        late = self.age_s is not None and self.age_s > LATE_S
-        if not late or self.host != socket.gethostname():
-            return self
-        return replace(self, process=_process_state(self.pid))
+        gone = start_of(self.pid or 0) != self.started
+        return replace(self, process="gone" if gone else _process_state(self.pid or 0))
 
     @property
     def absent(self) -> str:
@@ -254,7 +239,7 @@ def read_directory(directory: Path) -> Reading:
 
 
 def _read(file: Path) -> RankRecord:
-    data = decoded(_own_file(file))
+    data = json.loads(_own_file(file).decode("utf-8", errors="replace"))
     version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
     if version != VERSION:
         raise ValueError(
@@ -282,18 +267,11 @@ def _own_file(path: Path) -> bytes:
 def _process_state(pid: int) -> str:
     """``gone``, ``stopped``, or empty for a running process of this host. Local."""
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError, ValueError):
-        return "gone"
-    except PermissionError:
-        pass  # another user's
-    try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # not Linux
-        return ""
-    letter = stat.rpartition(")")[2].split()[:1]
-    states = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}
-    return states.get(letter[0], "") if letter else ""
+    except OSError:
+        return "gone"
+    letter = stat.rpartition(")")[2].split()[0]
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "")
 
 
 def _world_size(records: Iterable[RankRecord]) -> int | None:

@@ -12,7 +12,6 @@ from helpers.rank_files import write_rank
 import reloadpg
 from reloadpg.__main__ import main
 from reloadpg.cli import parser
-from reloadpg.cli.console import follow_lines
 
 
 def without(*modules, arguments):
@@ -86,11 +85,9 @@ def test_doctor_and_status_work_without_torch(tmp_path):
     process = without(*bare, arguments=["status", str(tmp_path), "--json"])
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["ranks"][0]["state"] == "live"
-    process = without(*bare, arguments=["doctor", "--report"])
-    assert process.returncode == 1, process.stderr
-    assert "[problem] torch: cannot be imported" in process.stdout
     process = without(*bare, arguments=["doctor"])
     assert process.returncode == 1, process.stderr
+    assert "[problem]  torch" in process.stdout
     assert "-> install torch 2.8 to 2.15 in this environment" in process.stdout
 
 
@@ -170,17 +167,3 @@ def test_invalid_arguments_are_exit_code_2(capsys, arguments, words):
         main(arguments)
     assert end.value.code == 2
     assert words in capsys.readouterr().err
-
-
-def test_follow_lines_reads_up_to_the_last_line():
-    """A closed pipe ends the thread."""
-    seen = []
-    with follow_lines(seen.append) as path:
-        path.write_text("one\ntwo\n")
-    assert seen == ["one", "two"]
-
-    def gone(line):
-        raise BrokenPipeError
-
-    with follow_lines(gone) as path:  # a thread that raises fails the test
-        path.write_text("one\n")

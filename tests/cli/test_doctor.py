@@ -39,11 +39,9 @@ def of(diagnosis, check, level=None):
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory):
-    """A directory with a module that wraps ``new_group``, one with an early alias, and a script."""
+    """A directory with a module that wraps ``new_group``, one that exits, and a script."""
     directory = tmp_path_factory.mktemp("modules")
     (directory / "wraps.py").write_text(FOREIGN)
-    alias = "from torch.distributed import new_group as make_group\n"
-    (directory / "aliases.py").write_text(alias)
     (directory / "exits.py").write_text("raise SystemExit('no GPU here')\n")
     script = "if True:\n    import wraps\nraise RuntimeError('the script was run')\n"
     (directory / "train.py").write_text(script)
@@ -55,7 +53,7 @@ def test_all_problems_are_reported_at_once(modules):
 
     The script is not run, but the modules that it imports in a branch are imported.
     """
-    options = ["--import", "aliases", "--strategy", "suspend", "--json"]
+    options = ["--strategy", "suspend", "--json"]
     script = modules / "train.py"
     code, output = called("doctor", script, *options, cwd=modules, NCCL_CUMEM_ENABLE="0")
     found = json.loads(output)
@@ -66,8 +64,6 @@ def test_all_problems_are_reported_at_once(modules):
     assert "torch.distributed.new_group" in message
     assert "wrapper_of_another" in message
     assert "wraps.py:6" in message
-    # install() would patch it, so it is no problem.
-    assert of(found, "early alias", "ok")
     (message,) = of(found, "nccl settings", "problem")
     assert message.startswith("NCCL_CUMEM_ENABLE=0 in the environment")
 
@@ -120,11 +116,9 @@ def test_cumem_is_a_problem_only_of_the_strategy_suspend(tmp_path, strategy, jud
 def test_the_strategy_comes_from_the_option_or_the_environment():
     """The option wins."""
     environ = {"RELOADPG_STRATEGY": "suspend"}
-    (said,) = of(diagnose(environ={}), "strategy")
-    assert said.startswith("recreate, the default")
-    assert of(diagnose(environ=environ), "strategy") == ["suspend, from RELOADPG_STRATEGY"]
-    chosen = of(diagnose(environ=environ, strategy="recreate"), "strategy")
-    assert chosen == ["recreate, as --strategy says"]
+    assert of(diagnose(environ={}), "strategy") == ["recreate"]
+    assert of(diagnose(environ=environ), "strategy") == ["suspend"]
+    assert of(diagnose(environ=environ, strategy="recreate"), "strategy") == ["recreate"]
 
 
 def test_unknown_variables_are_a_problem():
@@ -157,23 +151,20 @@ def test_all_invalid_values_of_variables_are_problems():
     assert logging.getLogger("reloadpg").level == before
 
 
-def test_the_report_is_a_block_for_an_issue(monkeypatch, capsys):
+def test_the_page_has_what_a_bug_report_needs(monkeypatch, capsys):
     """Versions, settings by their prefixes, and findings; nothing else of the environment."""
     finding = Finding("torch", "warning", "what was found", "what to do")
     monkeypatch.setattr("reloadpg.cli.doctor.diagnose", lambda *_, **__: Diagnosis([finding]))
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("AWS_SECRET", "hidden")
-    assert main(["doctor", "--report"]) == 0
+    assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"```text\nreloadpg {reloadpg.__version__}, Python 3.")
-    assert text.endswith("[warning] torch: what was found\n```\n")
+    assert text.startswith(f"reloadpg {reloadpg.__version__}, Python 3.")
+    assert "\n  [warning]  torch  what was found\n" in text
+    assert text.endswith("\nNo problem was found; 1 warning.\n")
     assert f"torch {torch.__version__.partition('+')[0]}" in text
     assert "\n  NCCL_DEBUG=INFO\n" in text
     assert "hidden" not in text
-    assert main(["doctor", __file__]) == 0
-    page = capsys.readouterr().out
-    assert "No problem was found for test_doctor.py; 1 warning." in page
-    assert "doctor --report" in page
 
 
 @pytest.mark.parametrize(
@@ -208,13 +199,15 @@ def test_a_module_or_script_that_cannot_be_imported_is_reported(modules, monkeyp
     """Also a module that exits. The other checks still run."""
     monkeypatch.syspath_prepend(str(modules))
     (modules / "broken.py").write_text("import os\nif:\n")
-    diagnosis = diagnose(modules / "broken.py", modules=["exits", "no_such_module_anywhere"])
-    assert "broken.py cannot be read: invalid syntax" in of(diagnosis, "script", "problem")[0]
+    broken = diagnose(modules / "broken.py")
+    assert "broken.py cannot be read: invalid syntax" in of(broken, "script", "problem")[0]
     for name, text in (("job.sh", "torchrun train.py\n"), ("job", "#!/bin/sh\nexec torchrun\n")):
         (modules / name).write_text(text)
         [problem] = [one for one in diagnose(modules / name).findings if one.check == "script"]
         assert problem.remedy == "pass a Python script; for a shell script, the one that it starts"
-    warnings = [one.message for one in diagnosis.at("warning") if one.check == "import"]
+    (modules / "imports.py").write_text("import exits\nimport no_such_module_anywhere\n")
+    diagnosis = diagnose(modules / "imports.py")
+    warnings = of(diagnosis, "script", "warning")
     assert warnings[0] == "exits cannot be imported: SystemExit: no GPU here"
     assert warnings[1].startswith("no_such_module_anywhere cannot be imported: ModuleNotFound")
     assert [one for one in diagnosis.findings if one.check == "launcher"]
@@ -245,41 +238,6 @@ def test_a_wrapper_over_an_own_wrapper_is_found(monkeypatch):
         assert "<lambda>" in first.message
         assert "test_doctor.py:" in first.message
         assert second.message.startswith("torch.distributed.new_group is <function")
-
-
-def place(monkeypatch, **values):
-    """A loaded module with these names."""
-    module = types.ModuleType("holds_early")
-    vars(module).update(values)
-    monkeypatch.setitem(sys.modules, "holds_early", module)
-
-
-def early():
-    found = doctor.check_aliases()
-    return [(one.level, one.message) for one in found if "holds_early" in one.message]
-
-
-def test_an_alias_that_install_did_not_patch_is_a_problem(monkeypatch):
-    """One from before ``install`` is patched, one from after it is not."""
-    original = dist.new_group
-    place(monkeypatch, x=original)
-    assert early() == []
-    with reloadpg.install(backends={"gloo"}):
-        assert early() == []
-        place(monkeypatch, x=original)
-        assert [level for level, _ in early()] == ["problem"]
-
-
-def test_module_getattr_is_not_called(monkeypatch):
-    """As in the patching itself."""
-
-    def refuse(name):
-        raise RuntimeError(f"asked for {name}")
-
-    original = dist.new_group
-    with reloadpg.install(backends={"gloo"}):
-        place(monkeypatch, __getattr__=refuse, x=original)
-        assert len(early()) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import pytest
 from helpers.hanging_rank import hanging_rank
 
 from reloadpg.cli import main, records
-from reloadpg.cli.job import WAITING_S, JobView
 from reloadpg.cli.records import read_directory
+from reloadpg.cli.status import WAITING_S, JobView
 from reloadpg.testing import RankOutcome, run_ranks
 
 LIMIT_S = 180.0

@@ -1,14 +1,12 @@
 """``status``: the ranks of a running job as a table, as JSON, and live."""
 
-import io
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
@@ -17,14 +15,11 @@ import pytest
 import torch.distributed as dist
 from helpers import reports
 from helpers.rank_files import group, record, running, status, write_rank
-from helpers.terminal import on_terminal
 
 import reloadpg
 from reloadpg.cli import main, records
-from reloadpg.cli.console import show
-from reloadpg.cli.job import WAITING_S, WORKING_S, JobView
-from reloadpg.cli.records import LATE_S, SILENT_S, RankRecord, Reading, read_directory, typed
-from reloadpg.cli.status import page
+from reloadpg.cli.records import SILENT_S, RankRecord, Reading, read_directory, typed
+from reloadpg.cli.status import WAITING_S, WORKING_S, JobView, page
 from reloadpg.observability.publish import publish_status
 from reloadpg.rendezvous import peers
 from reloadpg.reports import (
@@ -51,13 +46,12 @@ def messages(job):
 
 
 def rendered(job):
-    with redirect_stdout(io.StringIO()) as output:
-        show(page(job))
-    return output.getvalue().rstrip("\n")
+    return page(job)
 
 
 # -- the page ------------------------------------------------------------------------------------
 
+AT = re.compile(r"\d\d:\d\d:\d\d")
 PAGE = """\
 generation     differs: 2 on rank 3; 3 on ranks 0-1, 5-7
 sets           trainer live on ranks 0, 3, 5, 7, failed on rank 1; engine offloaded
@@ -68,7 +62,7 @@ not installed  rank 2
                -> call reloadpg.install() on every rank, before the groups are created
 failed         rank 1
                -> fix the cause, then call reload() on all ranks
-silent         rank 6: no update for up to 2 min
+silent         rank 6 (pid 106): last update at AT (2 min ago)
                -> it may hang in a call that holds Python's GIL, have ended, or be on a host whose \
 clock is behind: py-spy dump --pid 106 on node0
 error          rank 0: E: 0
@@ -76,19 +70,19 @@ error          ranks 1, 5: RebuildError: out of memory
 error          rank 3: E: 3
 error          1 more error: see the status files
 
-rank  state          updated  host   gen  offload ms  reload ms  held MiB  groups  device MiB
-----  -------------  -------  -----  ---  ----------  ---------  --------  ------  ----------
-   1  failed         0 s      node0    3          20         40       200       2        5120
-   2  not installed  0 s      node0    0          20         40         -       0        5120
-   6  silent         2 min    node0    3          20         40       200       2        5120
-   0  live           0 s      node0    3          20         40       200       2        5120
-   3  live           0 s      node1    2          20         40       200       2        5120
-   5  live           3 s      node0    3          20         40       200       2        5120
-   7  live           0 s      node0    3          20         40       200       2        5120"""
+rank  state          updated  host   gen  offload ms  reload ms  groups  held MiB
+----  -------------  -------  -----  ---  ----------  ---------  ------  --------
+   0  live           0 s      node0    3          20         40       2       200
+   1  failed         0 s      node0    3          20         40       2       200
+   2  not installed  0 s      node0    0          20         40       0         -
+   3  live           0 s      node1    2          20         40       2       200
+   5  live           3 s      node0    3          20         40       2       200
+   6  silent         2 min    node0    3          20         40       2       200
+   7  live           0 s      node0    3          20         40       2       200"""
 
 
 def test_problems_are_shown_with_remedies_above_the_table():
-    """Ranks in trouble come first. An error of several ranks is shown once, and few different ones.
+    """An error of several ranks is shown once, and few different ones.
 
     A record that is late once is not silent. Of a set without groups on a rank, that rank does not
     count.
@@ -112,20 +106,16 @@ def test_problems_are_shown_with_remedies_above_the_table():
         record(7, 8, status=of(7, last_error="E: 7")),
         now=now,
     )
-    head, _, page = rendered(job).split("\n", 2)
-    assert page == PAGE
+    head, _, shown = rendered(job).split("\n", 2)
+    assert AT.sub("AT", shown) == PAGE
     assert head.endswith(": 7 of 8 ranks: 4 live, 1 failed, 1 not installed, 1 silent")
     assert not job.ok
 
 
 def test_a_job_without_problems_has_a_short_page():
-    """Without columns for one host, and for no operation."""
     job = view(record(0, 2), record(1, 2))
     assert messages(job) == {"generation": "3 on ranks 0-1"}
-    header = rendered(job).splitlines()[-4]
-    assert header.split("  ")[:3] == ["rank", "state", "updated"]
-    assert "host" not in header
-    assert "barrier" not in header
+    assert len(rendered(job).splitlines()) == 3 + 1 + 4
     assert job.ok
 
 
@@ -136,15 +126,11 @@ def test_a_running_operation_shows_its_progress():
     """Over all ranks, at the top of the page. It is no problem while no rank waits."""
     done = running(groups_done=9, doing="group 5")
     job = view(record(0, 2, running=running()), record(1, 2, running=done))
-    assert messages(job)["groups"] == f"[{'#' * 15}{'-' * 15}] 12 of 24 groups done"
+    assert messages(job)["groups"] == "12 of 24 groups done"
     assert job.ok
     lines = rendered(job).splitlines()
     assert lines[0].endswith("2 of 2 ranks: 2 in offload")
     assert lines[2].split()[:3] == ["offload", "in", "progress"]
-    assert [line.split()[3:5] for line in lines[-2:]] == [
-        ["released:", "3/12"],
-        ["released:", "9/12"],
-    ]
     assert (job.in_progress.groups_done, job.in_progress.missing) == (12, {})
 
 
@@ -193,22 +179,6 @@ def test_a_wait_for_a_lost_rank_is_a_problem_at_once(why):
     assert job.in_progress.missing == {why: [1]}
     assert not job.ok
     assert job.running_findings()[-1].level == "problem"
-
-
-def test_a_process_is_looked_up_only_if_its_record_is_late_and_of_this_host():
-    """Processes in other containers and of other users are taken to run."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    now, here = time.time(), {"pid": process.pid, "host": socket.gethostname()}
-    late = RankRecord.of(record(0, 1, time=now - LATE_S - 1, **here), now)
-    try:
-        assert late.looked_up().process == ""
-    finally:
-        process.communicate(b"\n", timeout=60)
-    assert late.looked_up().process == "gone"
-    assert RankRecord.of(record(0, 1, time=now, **here), now).looked_up().process == ""
-    assert replace(late, host="elsewhere").looked_up().process == ""
-    assert replace(late, pid=1).looked_up().process == ""  # another user's
-    assert replace(late, pid=10**30).looked_up().process == "gone"
 
 
 def test_an_ended_process_of_this_host_is_gone_at_once_though_its_record_is_new():
@@ -329,7 +299,7 @@ def test_a_job_that_has_exited_is_exit_code_1(job, capsys):
     written = capsys.readouterr().out
     assert written.splitlines()[0].endswith("2 of 2 ranks: 2 exited")
     found = JobView(read_directory(job)).findings()
-    assert {one.level for one in found if "has ended" in one.message} == {"warning"}
+    assert {one.level for one in found if "no rank runs" in one.message} == {"warning"}
 
 
 def test_whether_other_ranks_still_run_when_some_have_exited():
@@ -340,9 +310,9 @@ def test_whether_other_ranks_still_run_when_some_have_exited():
     def said(*ranks):
         return messages(JobView(Reading("", ranks)))["exited"].rpartition("; ")[2]
 
-    assert said(exited, gone, ranks[2]) == "others still run"
-    assert said(exited, gone) == "no rank runs"
-    assert said(*(replace(one, exited=True) for one in ranks)) == "the job has ended"
+    assert said(exited, gone, ranks[2]) == "others may run"
+    assert said(exited, gone) == "others may run"  # rank 2 has no record
+    assert said(*(replace(one, exited=True) for one in ranks)) == "no rank runs"
 
 
 @pytest.mark.parametrize(
@@ -360,26 +330,6 @@ def test_a_directory_without_ranks_is_exit_code_1(tmp_path, capsys, name, words)
     written = capsys.readouterr().out
     assert words.format(tmp_path / name) in written
     assert ("set RELOADPG_STATUS_DIR" in written) == (name == ".")
-
-
-@pytest.mark.parametrize("columns", [50, 160])
-def test_a_small_terminal_shows_what_matters_most(tmp_path, columns):
-    """Findings are wrapped, and rows are cut off; a failed rank is at the top of the table."""
-    waits = running(waiting=True, phase="released", since=time.time() - 100)
-    for rank in range(40):
-        failed = status(rank, 40, state="failed") if rank == 33 else status(rank, 40)
-        in_it = waits if rank % 2 and rank != 33 else None
-        write_rank(tmp_path, rank, 40, running=in_it, status=failed, time=time.time() + 600)
-    with on_terminal("status", tmp_path, columns=columns) as terminal:
-        terminal.read_until(lambda _: False)
-    assert b"\x1b[1;31m" in terminal.raw  # a problem, in bold red
-    drawn = terminal.text
-    missing = "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ... (21 in all): offload() not called yet"
-    assert missing in " ".join(drawn.split())
-    assert max(map(len, drawn.splitlines())) <= columns
-    rows = drawn[drawn.index("rank  state") :].splitlines()
-    assert rows[2].split()[:2] == ["33", "failed"]
-    assert rows[2].endswith("...") == (columns == 50)
 
 
 def until(condition, ranks):
@@ -450,11 +400,3 @@ def test_a_record_of_another_version_or_user_or_behind_a_link_is_refused(job, tm
     assert user == "rank-3.json: belongs to another user (uid 12345); it was not read"
     said = messages(JobView(reading))
     assert said["missing"] == "ranks 1-3 of a job of 4: no readable record"
-
-
-def test_the_job_has_not_ended_if_a_rank_without_a_record_may_still_run():
-    said = messages(view(record(0, 2, exited=True)))["exited"]
-    assert "the job has ended" not in said
-    assert "still run" not in said
-    ended = view(record(0, 2, exited=True), record(1, 2, exited=True))
-    assert messages(ended)["exited"].endswith("; the job has ended")

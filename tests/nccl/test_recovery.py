@@ -15,8 +15,8 @@ from helpers.nccl_job import on_engines
 from helpers.repeating import repeat
 
 import reloadpg
-from reloadpg.cli.job import JobView
 from reloadpg.cli.records import read_directory
+from reloadpg.cli.status import JobView
 from reloadpg.observability import publish_status
 
 pytestmark = [

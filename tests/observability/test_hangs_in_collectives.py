@@ -12,8 +12,8 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg.cli.job import JobView
 from reloadpg.cli.records import read_directory
+from reloadpg.cli.status import JobView
 from reloadpg.observability import publish_status
 
 LATE = 2
