@@ -23,12 +23,7 @@ from reloadpg import c10d
 from reloadpg.groups import dispatch
 from reloadpg.rendezvous.worker_thread import LibraryThread
 
-from ._sim_state import Device, GroupRecord, Settings, SimState
-
-NAME = "sim"
-DEVICES = ("cpu", "privateuseone")
-"""It serves a device other than the CPU, like an accelerator's backend, and also the CPU, so that
-all of torch.distributed can run on it without an accelerator."""
+from ._sim_state import DEVICES, NAME, Device, GroupInfo, Settings, SimState
 
 OPERATIONS = dispatch.COLLECTIVES | {"monitored_barrier", "_start_coalescing"}
 """Methods that need a communicator, and connect it."""
@@ -42,18 +37,18 @@ class Communicator:
     """
 
     def __init__(
-        self, record: GroupRecord, store: Store, settings: Settings, accelerator: Device
+        self, info: GroupInfo, store: Store, settings: Settings, accelerator: Device
     ) -> None:
-        self.record = record
+        self.info = info
         self._store = store
         self._settings = settings
         self._accelerator = accelerator
-        self._early = c10d.gloo_options(record.info.timeout)
+        self._early = c10d.gloo_options(info.timeout)
         self._gloo: Any = None
         self._group: ProcessGroup | None = None
         self._connecting = threading.Lock()
         self._changing = threading.RLock()  # a collection may release it while we hold this
-        accelerator.open(record)
+        accelerator.open(info)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -73,8 +68,8 @@ class Communicator:
     def use(self, operation: str) -> ProcessGroup:
         """The transport for one operation; connects at the first."""
         group = self.transport(operation)
-        self._accelerator.check("collective", operation, self.record)
-        self._accelerator.used(self.record)
+        self._accelerator.check("collective", operation, self.info)
+        self._accelerator.used(self.info)
         return group
 
     def transport(self, operation: str) -> ProcessGroup:
@@ -93,42 +88,39 @@ class Communicator:
 
     def check_alive(self, operation: str) -> None:
         """Raise if the group was shut down or aborted."""
-        record = self.record
-        if not record.is_open:
+        info = self.info
+        if not info.is_open:
             raise DistBackendError(
-                f"{operation} on {record} of the simulated accelerator: its communicator was "
-                f"{record.info.state}. Create a new group."
+                f"{operation} on {info} of the simulated accelerator: its communicator was "
+                f"{info.state}. Create a new group."
             )
 
     def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
         self.check_alive(operation)
-        record = self.record
-        self._accelerator.check("connect", operation, record)
+        info = self.info
+        self._accelerator.check("connect", operation, info)
         options = c10d.gloo_options(c10d.timeout_of(self._early), _device(lazy=not eager))
         # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
         store = c10d.clone_store(self._store)
-        rank, size = record.info.rank, record.info.size
+        rank, size = info.rank, info.size
         gloo = ProcessGroupGloo(store, rank, size, options)
         backends = dict.fromkeys(DEVICES, ("gloo", gloo))
         group = c10d.group_of_backends(rank, size, self._store, backends)
-        c10d.set_name(group, record.info.name)
+        c10d.set_name(group, info.name)
         with self._changing:
             self.check_alive(operation)  # it may have been aborted while this thread waited
-            self._accelerator.connect(record, self._settings.bytes_per_communicator)
+            self._accelerator.connect(info, self._settings.bytes_per_communicator)
             self._gloo, self._group = gloo, group
-        self._accelerator.check("connect", operation, record, "after")
+        self._accelerator.check("connect", operation, info, "after")
         return group
-
-    def rename(self, **names: str) -> None:
-        self._accelerator.rename(self.record, **names)
 
     # -- the backend's methods ------------------------------------------------------------------
 
     def rank(self) -> int:
-        return self.record.info.rank
+        return self.info.rank
 
     def size(self) -> int:
-        return self.record.info.size
+        return self.info.size
 
     def name(self) -> str:
         return NAME
@@ -157,32 +149,32 @@ class Communicator:
         """Bytes that it holds, by NCCL's name. Local. Raises if the communicator was never used."""
         self.check_alive("memory_stats")
         if self._group is None:
-            raise DistBackendError(f"memory_stats on {self.record}: it is not initialized")
-        return {"total": self.record.info.held_bytes}
+            raise DistBackendError(f"memory_stats on {self.info}: it is not initialized")
+        return {"total": self.info.held_bytes}
 
     def shutdown(self) -> None:
         """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
         if self._begin_release("shutdown"):
             self._take(SimState.RELEASED)
-            self._accelerator.check("release", "shutdown", self.record, "after")
+            self._accelerator.check("release", "shutdown", self.info, "after")
 
     def abort(self) -> None:
         """Like :meth:`shutdown`, but waits for nothing. Idempotent."""
         if self._begin_release("abort"):
             _drop_later(self._take(SimState.RELEASED))
-            self._accelerator.check("release", "abort", self.record, "after")
+            self._accelerator.check("release", "abort", self.info, "after")
 
     def collected(self) -> None:
         """The group object was collected: a leak, unless a release was attempted."""
-        if self.record.is_open:
-            state = SimState.RELEASED if self.record.releasing else SimState.LEAKED
+        if self.info.is_open:
+            state = SimState.RELEASED if self.info.releasing else SimState.LEAKED
             _drop_later(self._take(state))
 
     def _begin_release(self, operation: str) -> bool:
-        if not self.record.is_open:
+        if not self.info.is_open:
             return False
-        self.record.releasing = True
-        self._accelerator.check("release", operation, self.record)
+        self.info.releasing = True
+        self._accelerator.check("release", operation, self.info)
         time.sleep(self._settings.release_seconds)
         return True
 
@@ -190,7 +182,7 @@ class Communicator:
         with self._changing:
             parts: list[Any] = [self._gloo, self._group]
             self._gloo = self._group = None
-            self._accelerator.close(self.record, state)
+            self._accelerator.close(self.info, state)
         return parts
 
 
@@ -248,7 +240,7 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def __init__(self, communicator: Communicator, store: Store) -> None:
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
-        info = communicator.record.info
+        info = communicator.info
         super().__init__(info.rank, info.size)  # type: ignore[call-arg, arg-type]
         self._communicator = communicator
         self._store = store.underlying_store if isinstance(store, PrefixStore) else store
@@ -260,20 +252,20 @@ class SimulatedProcessGroup(ProcessGroup):
         return NAME  # not "gloo": DDP's logger would look for a gloo backend in the C++ object
 
     def _get_name(self) -> str:
-        return self._communicator.record.info.name
+        return self._communicator.info.name
 
     def _get_desc(self) -> str:
-        return self._communicator.record.info.desc
+        return self._communicator.info.desc
 
     name = getBackendName = _get_backend_name  # noqa: N815 - C++ looks this and the next ones up
     getGroupName, getGroupDesc = _get_name, _get_desc  # noqa: N815
     group_name, group_desc = property(_get_name), property(_get_desc)  # type: ignore[assignment]
 
     def _set_group_name(self, name: str) -> None:
-        self._communicator.rename(name=name)
+        self._communicator.info.name = name
 
     def _set_group_desc(self, desc: str) -> None:
-        self._communicator.rename(desc=desc)
+        self._communicator.info.desc = desc
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -323,7 +315,7 @@ class SimulatedProcessGroup(ProcessGroup):
         self._communicator.abort()
 
     def __repr__(self) -> str:
-        info = self._communicator.record.info
+        info = self._communicator.info
         where = f"rank {info.rank} of {info.size}"
         return f"<SimulatedProcessGroup {info.name!r} ({info.desc}) {where} {info.state}>"
 

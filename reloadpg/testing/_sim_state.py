@@ -1,16 +1,14 @@
 """State of the simulated accelerator in one process: settings, memory and counters, faults.
 
-Everything here can be called by a signal handler: locks are reentrant, and records are always
-readable.
+A signal handler may call everything here: locks are reentrant.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -18,8 +16,10 @@ from typing import Any, Literal, get_args
 
 from torch.distributed import DistBackendError
 
-_KEPT = 1024
-"""Maximum number of ended groups that are recorded, so that memory stays constant in long runs."""
+NAME = "sim"
+DEVICES = ("cpu", "privateuseone")
+"""It serves a device other than the CPU, like an accelerator's backend, and also the CPU, so that
+all of torch.distributed can run on it without an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class Stats:
         leaked: number of groups collected without either; their memory is freed anyway.
         live: number of existing groups.
         held_bytes: memory that communicators hold.
-        peak_bytes: maximum of ``held_bytes``.
         collectives: number of collective and point-to-point operations that were started.
     """
 
@@ -67,11 +66,10 @@ class Stats:
     leaked: int
     live: int
     held_bytes: int
-    peak_bytes: int
     collectives: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GroupInfo:
     """One group, with the arguments that the creating function received.
 
@@ -100,6 +98,21 @@ class GroupInfo:
     held_bytes: int = 0
     collectives: int = 0
     serial: int = 0
+    releasing: bool = False
+    """Whether a release was begun."""
+    memory: mmap.mmap | None = None
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job; torch passes no ranks for the default group."""
+        return self.ranks[self.rank] if self.ranks else self.rank
+
+    @property
+    def is_open(self) -> bool:
+        return self.state not in (SimState.RELEASED, SimState.LEAKED)
+
+    def __str__(self) -> str:
+        return f"group {self.name!r} ({self.desc})"
 
 
 @dataclass(frozen=True)
@@ -113,33 +126,6 @@ class BarrierInfo:
 
     name: str
     global_rank: int
-
-
-@dataclass(eq=False)
-class GroupRecord:
-    """The record of a group, with what its communicator holds."""
-
-    info: GroupInfo
-    memory: mmap.mmap | None = None
-    releasing: bool = False
-
-    def change(self, **values: Any) -> None:
-        """Replace values of ``info``. The device's lock is held."""
-        held_bytes = len(self.memory) if self.memory is not None else 0
-        self.info = replace(self.info, held_bytes=held_bytes, **values)
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process in the job; torch passes no ranks for the default group."""
-        info = self.info
-        return info.ranks[info.rank] if info.ranks else info.rank
-
-    @property
-    def is_open(self) -> bool:
-        return self.info.state not in (SimState.RELEASED, SimState.LEAKED)
-
-    def __str__(self) -> str:
-        return f"group {self.info.name!r} ({self.info.desc})"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -226,16 +212,15 @@ class Fault:
             raise ValueError("Fault(moment='waiting'): nothing can be raised there")
 
     def matches(
-        self, at: FaultPoint, operation: str, record: GroupRecord | BarrierInfo, moment: FaultMoment
+        self, at: FaultPoint, operation: str, info: GroupInfo | BarrierInfo, moment: FaultMoment
     ) -> bool:
         if (at, moment) != (self.at, self.moment) or self.operation not in (None, operation):
             return False
-        if self.rank not in (None, record.global_rank):
+        if self.rank not in (None, info.global_rank):
             return False
-        if self.group is None or not isinstance(record, GroupRecord):
+        if self.group is None or not isinstance(info, GroupInfo):
             return True
-        pattern, info = self.group, record.info
-        return fnmatchcase(info.name, pattern) or fnmatchcase(info.desc, pattern)
+        return fnmatchcase(info.name, self.group) or fnmatchcase(info.desc, self.group)
 
 
 class InjectedFault:
@@ -243,13 +228,12 @@ class InjectedFault:
 
     Attributes:
         fault: the injected fault.
-        seen: number of matching events so far.
         fired: number of failed events so far.
     """
 
     def __init__(self, fault: Fault, remove: Callable[[InjectedFault], None]) -> None:
         self.fault = fault
-        self.seen = 0
+        self._seen = 0
         self.fired = 0
         self._remove = remove
         self._has_fired = threading.Event()
@@ -272,9 +256,9 @@ class InjectedFault:
 
     def strikes(self) -> bool:
         """Count one matching event; return whether it fails. The device's lock is held."""
-        self.seen += 1
+        self._seen += 1
         last = None if self.fault.times is None else self.fault.nth + self.fault.times - 1
-        if self.seen < self.fault.nth or (last is not None and self.seen > last):
+        if self._seen < self.fault.nth or (last is not None and self._seen > last):
             return False
         self.fired += 1
         return True
@@ -295,48 +279,41 @@ class InjectedFault:
 
 
 class Device:
-    """The simulated device of this process: settings, memory, records of groups, faults.
+    """The simulated device of this process: settings, memory, groups, faults.
 
     Thread-safe. No lock is held while a fault acts.
     """
 
     def __init__(self) -> None:
-        # A collection may close a record, or a signal handler read it, while we hold this.
+        # A collection may end a group while this is held.
         self.lock = threading.RLock()
         self.settings = Settings()
         self.capacity: int | None = None
-        self._live: dict[int, GroupRecord] = {}
-        self._ended: deque[GroupRecord] = deque(maxlen=_KEPT)
-        self._counts = dict.fromkeys((one.name for one in fields(Stats)), 0)
-        self._faults: list[InjectedFault] = []
+        self.live: dict[int, GroupInfo] = {}
+        self.counts = dict.fromkeys((one.name for one in fields(Stats)), 0)
+        self.faults: list[InjectedFault] = []
 
-    # -- memory and counters ---------------------------------------------------------------------
-
-    def open(self, record: GroupRecord) -> None:
+    def open(self, info: GroupInfo) -> None:
         with self.lock:
-            self._counts["live"] += 1
-            self._counts["created"] += 1
-            record.change(serial=self._counts["created"])
-            self._live[record.info.serial] = record
-
-    def rename(self, record: GroupRecord, **names: str) -> None:
-        with self.lock:
-            record.change(**names)
+            self.counts["live"] += 1
+            self.counts["created"] += 1
+            info.serial = self.counts["created"]
+            self.live[info.serial] = info
 
     @property
     def free_bytes(self) -> int | None:
         """Free bytes; None if the memory has no limit."""
         with self.lock:
-            return None if self.capacity is None else self.capacity - self._counts["held_bytes"]
+            return None if self.capacity is None else self.capacity - self.counts["held_bytes"]
 
-    def connect(self, record: GroupRecord, size: int) -> None:
+    def connect(self, info: GroupInfo, size: int) -> None:
         """Take ``size`` bytes of real memory."""
         with self.lock:
             self._take(size)
-        record.memory = _resident(size)
+        info.memory = _resident(size)
         with self.lock:
-            record.change(state=SimState.CONNECTED)
-            self._counts["connected"] += 1
+            info.held_bytes, info.state = size, SimState.CONNECTED
+            self.counts["connected"] += 1
 
     def _take(self, size: int) -> None:
         free = self.free_bytes
@@ -344,76 +321,53 @@ class Device:
             raise DistBackendError(
                 f"out of memory: the simulated device has {free} bytes left, and {size} are wanted"
             )
-        self._counts["held_bytes"] += size
-        self._counts["peak_bytes"] = max(self._counts["peak_bytes"], self._counts["held_bytes"])
+        self.counts["held_bytes"] += size
 
-    def used(self, record: GroupRecord) -> None:
+    def used(self, info: GroupInfo) -> None:
         with self.lock:
-            record.change(collectives=record.info.collectives + 1)
-            self._counts["collectives"] += 1
+            info.collectives += 1
+            self.counts["collectives"] += 1
 
-    def close(self, record: GroupRecord, state: SimState) -> None:
+    def close(self, info: GroupInfo, state: SimState) -> None:
         """Return the memory to the operating system. Idempotent: the first state counts."""
         with self.lock:
-            if not record.is_open:
+            if not info.is_open:
                 return
-            self._counts["held_bytes"] -= record.info.held_bytes
-            self._counts["live"] -= 1
-            self._counts[state.value] += 1
-            memory, record.memory = record.memory, None
-            record.change(state=state)
+            self.counts["held_bytes"] -= info.held_bytes
+            self.counts["live"] -= 1
+            self.counts[state.value] += 1
+            memory, info.memory = info.memory, None
+            info.held_bytes, info.state = 0, state
             if memory is not None:
                 memory.close()
-            self._ended.append(self._live.pop(record.info.serial))
-
-    def stats(self) -> Stats:
-        with self.lock:
-            return Stats(**self._counts)
-
-    def groups(self, *, ended: bool) -> tuple[GroupInfo, ...]:
-        with self.lock:
-            records = [*(self._ended if ended else ()), *self._live.values()]
-        return tuple(sorted((one.info for one in records), key=lambda info: info.serial))
-
-    # -- faults ----------------------------------------------------------------------------------
-
-    def inject(self, fault: Fault) -> InjectedFault:
-        handle = InjectedFault(fault, self.remove)
-        with self.lock:
-            self._faults.append(handle)
-        return handle
+            del self.live[info.serial]
 
     def remove(self, handle: InjectedFault) -> None:
         with self.lock:
-            self._faults = [other for other in self._faults if other is not handle]
-
-    def clear_faults(self) -> None:
-        for handle in list(self._faults):
-            handle.clear()
+            self.faults = [other for other in self.faults if other is not handle]
 
     def check(
         self,
         at: FaultPoint,
         operation: str,
-        record: GroupRecord | BarrierInfo,
+        info: GroupInfo | BarrierInfo,
         moment: FaultMoment = "before",
     ) -> None:
         """Run the faults that match this event, in the order of their injection."""
-        if not self._faults:
+        if not self.faults:
             return
         with self.lock:
             due = [
                 handle
-                for handle in self._faults
-                if handle.fault.matches(at, operation, record, moment) and handle.strikes()
+                for handle in self.faults
+                if handle.fault.matches(at, operation, info, moment) and handle.strikes()
             ]
-        if isinstance(record, GroupRecord):
+        where = f"{moment} {at} {operation}"
+        if isinstance(info, GroupInfo):
             when = "after" if moment == "after" else "at"
-            where = f"{when} {at} of {record}, in {operation}"
-        else:
-            where = f"{moment} {at} {operation}"
+            where = f"{when} {at} of {info}, in {operation}"
         for handle in due:
-            handle.act(where, record.info if isinstance(record, GroupRecord) else record)
+            handle.act(where, info)
 
 
 def _resident(size: int) -> mmap.mmap | None:

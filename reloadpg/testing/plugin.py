@@ -28,17 +28,17 @@ that
 
 - comes from the thread of the body, and not from another collective (``all_gather_object`` calls
   ``all_gather``) or from a block that coalesces operations;
-- is on a group of all ranks, such as WORLD; with ``every_group=True`` on any group;
+- is on a group of all ranks, such as WORLD;
 - starts while no operation is running: ``wait()`` was called for every asynchronous one.
 
 So a synchronous collective is a phase by itself; an asynchronous one opens a phase that lasts until
 all operations started in it were waited for. Sends and receives never begin a phase.
 
 All ranks of the test must begin the same phases in the same order, since an offload is collective.
-By default, this does not apply to smaller groups; with ``every_group=True`` it does. Collectives
-that C++ starts (DDP's in the backward pass, functional collectives) are not detected: call the
-fixture ``reload_point`` before them. A rank that begins a phase alone fails with the library's
-error that names the missing ranks.
+Collectives of smaller groups, and those that C++ starts (DDP's in the backward pass, functional
+collectives), begin no phase: call the fixture ``reload_point`` before them. The groups of every
+backend are reloadable, unless the body calls ``reloadpg.install`` itself. A rank that begins a
+phase alone fails with the library's error that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from ..lifecycle.autoinstall import SWITCH
-from ..settings import as_flag, as_integer, as_names, as_timedelta
+from ..settings import as_timedelta
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -104,9 +104,6 @@ _UNUSABLE = frozenset({"fake", "undefined"})
 # the marks
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class RanksMark:
     """``@pytest.mark.ranks(...)``: the body of the test runs on real ranks.
@@ -129,60 +126,21 @@ class RanksMark:
     store: Literal["parent", "rank0"] = "parent"
     standins: bool | None = None
 
-    def __post_init__(self) -> None:
-        size = as_integer(self.world_size)
-        if size is None:
-            raise TypeError(f"world_size={self.world_size!r} is not a number of ranks")
-        if size < 1:
-            raise ValueError(f"world_size={self.world_size} must be at least 1")
-        if self.timeout is not None:
-            as_timedelta(self.timeout, "timeout")
-        if not isinstance(self.backend, str | None):
-            raise TypeError(f"backend={self.backend!r} is not the name of a backend")
-        if not isinstance(self.env, Mapping | None):
-            raise TypeError(f"env={self.env!r} is not a mapping of variables to values")
-        if isinstance(self.preload, str) or as_names(self.preload) is None:
-            raise TypeError(f"preload={self.preload!r} is not a sequence of names of modules")
-        if self.store not in ("parent", "rank0"):
-            raise ValueError(f"store={self.store!r} is not 'parent' or 'rank0'")
-        if self.standins is not None:
-            as_flag(self.standins, "standins")
 
-
-@dataclass(frozen=True)
-class PhasesMark:
-    """``@pytest.mark.reload_each_phase(...)``: run unchanged, and with reloads between phases.
-
-    Attributes:
-        every_group: whether a collective of any group begins a phase, and not only one of a
-            group of all ranks.
-        options: options of ``reloadpg.install`` if the body does not call it; None makes the
-            groups of every backend reloadable.
-    """
-
-    every_group: bool = False
-    options: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        as_flag(self.every_group, "every_group")
-        if not isinstance(self.options, Mapping | None):
-            raise TypeError(f"options={self.options!r} is not a mapping of options of install")
-
-
-def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
-    """The test's mark of this kind; None if it has none."""
-    name, example = (RANKS, "ranks(2, timeout=60)") if kind is RanksMark else (PHASES, PHASES)
-    mark = node.get_closest_marker(name)
-    if mark is None:
-        return None
+def ranks_mark(node: pytest.Item) -> RanksMark | None:
+    """The mark ``ranks`` of a test; None if it has none."""
+    mark = node.get_closest_marker(RANKS)
     try:
-        return kind(*mark.args, **mark.kwargs)
-    except (TypeError, ValueError) as error:
-        why = str(error).replace(f"{kind.__name__}.__init__()", "it").partition("; nothing")[0]
-        raise failed(
-            f"the mark {name} cannot be used: {why}; nothing was run. Write for example "
-            f"@pytest.mark.{example}."
-        ) from None
+        return None if mark is None else RanksMark(*mark.args, **mark.kwargs)
+    except TypeError as error:
+        raise _unusable(str(error).replace("RanksMark.__init__()", "it")) from None
+
+
+def _unusable(why: str) -> BaseException:
+    return failed(
+        f"the mark {RANKS} cannot be used: {why}; nothing was run. Write for example "
+        f"@pytest.mark.{RANKS}(2, timeout=60)."
+    )
 
 
 def failed(message: str) -> BaseException:
@@ -208,8 +166,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         f"{RANKS}(world_size, *, timeout=None, backend=None, env=None, preload=(), "
         'store="parent", standins=None): run the body on this number of real rank processes',
-        f"{PHASES}(*, every_group=False, options=None): run the test as it is, and again with an "
-        "offload and a reload before each collective phase; needs the mark ranks",
+        f"{PHASES}: run the test as it is, and again with an offload and a reload before each "
+        "collective phase; needs the mark ranks",
     ):
         config.addinivalue_line("markers", line)
     if config.getoption("--reloadpg-standins") or config.getini(_STANDINS):
@@ -231,7 +189,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Check the marks before any fixture is created."""
-    ranks, phases = mark_of(item, RanksMark), mark_of(item, PhasesMark)
+    ranks, phases = ranks_mark(item), item.get_closest_marker(PHASES)
+    if phases is not None and (phases.args or phases.kwargs):
+        raise failed(f"the mark {PHASES} takes no arguments; nothing was run")
     if phases is not None and ranks is None:
         pytest.fail(
             f"the mark {PHASES} needs the mark ranks: an offload is collective. Nothing was run. "
@@ -252,7 +212,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     """Run the body of a marked test on ranks, with their result."""
-    mark = mark_of(pyfuncitem, RanksMark)
+    mark = ranks_mark(pyfuncitem)
     if mark is None:
         return None
     execute(_rank_test(pyfuncitem, mark), mark)
@@ -268,7 +228,7 @@ def pytest_runtest_makereport(
     """
     report = yield
     crash = getattr(report.longrepr, "reprcrash", None)
-    if call.when == "call" and crash is not None and mark_of(item, RanksMark) is not None:
+    if call.when == "call" and crash is not None and item.get_closest_marker(RANKS) is not None:
         crash.message = crash.message.partition("\n")[0]
     return report
 
@@ -327,9 +287,9 @@ def simulated_accelerator(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The simulated accelerator: backend ``sim`` is registered and set up for this test.
 
     The value is the module ``reloadpg.testing.simulated``. At the end, faults and settings are
-    removed, and a passed test fails if its communicators still exist or were dropped without being
-    released. Settings of ``simulated.configure`` may be passed by indirect parametrization; the
-    default is 1 MiB per communicator. On ranks, it is created in each rank.
+    removed; ``assert_no_group_leaks`` finds communicators that a test leaves. Settings of
+    ``simulated.configure`` may be passed by indirect parametrization; the default is 1 MiB per
+    communicator. On ranks, it is created in each rank.
     """
     yield from _here_or_in_ranks(request, "simulated_accelerator")
 
@@ -340,9 +300,8 @@ def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     Compares c10d's tables, the C++ registry of names, reloadable groups and communicators of the
     simulated accelerator before and after the test. The failure names the test and the groups,
-    which are then destroyed, so that the tests that follow can run. The value is a context manager
-    that does this for a block: ``with assert_no_group_leaks(): ...``. On ranks, it is created in
-    each rank.
+    which are then destroyed, so that the tests that follow can run. On ranks, it is created in each
+    rank.
     """
     yield from _here_or_in_ranks(request, "assert_no_group_leaks")
 
@@ -378,7 +337,7 @@ class RankTest:
         values: arguments created in the test's process.
         fixtures: by name, in order, the settings of the plugin's fixtures to create in each rank.
         arguments: those of them that the function takes as arguments.
-        phases: how to reload between phases; None for the unchanged run.
+        phases: whether to reload between phases; False for the unchanged run.
         points: whether to reload only at the calls of ``reload_point``.
     """
 
@@ -390,7 +349,7 @@ class RankTest:
     fixtures: Mapping[str, dict[str, Any]]
     arguments: tuple[str, ...]
     backend: str | None
-    phases: PhasesMark | None
+    phases: bool
     points: bool
     timeout: float
 
@@ -408,8 +367,8 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
         fixtures={n: v.settings for n, v in in_ranks.items() if v.settings is not None},
         arguments=tuple(name for name in in_ranks if name in parameters),
         backend=mark.backend,
-        phases=mark_of(item, PhasesMark) if reloaded else None,
-        points=POINT in in_ranks and mark_of(item, PhasesMark) is None,
+        phases=bool(reloaded),
+        points=POINT in in_ranks and item.get_closest_marker(PHASES) is None,
         timeout=_limit(item, mark.timeout),
     )
 
@@ -467,10 +426,12 @@ def execute(test: RankTest, mark: RanksMark) -> None:
             store=mark.store,
             standins=mark.standins,
         )
+    except (TypeError, ValueError) as error:  # of an argument: no rank was started
+        raise _unusable(str(error).partition("; nothing")[0]) from None
     except RanksFailedError as error:
         head, _, details = str(error).partition("\n")
         what = head.rpartition(" (")[0]  # without the advice for callers of run_ranks
-        reloads = "" if test.phases is None else ", with reloads before each collective phase"
+        reloads = ", with reloads before each collective phase" if test.phases else ""
         # Not chained: otherwise pytest prints the ranks' output twice.
         raise failed(f"{what}{reloads}\n{details}") from None
     if len({how for how, _ in ends}) > 1:
@@ -508,7 +469,7 @@ def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[s
     """Run the test; return ``passed``, ``skipped`` or ``xfailed``, and the reason."""
     made: dict[str, Any] = {"rank": rank, "world_size": world_size, POINT: lambda: None}
     with ExitStack() as stack:
-        if test.phases is not None or test.points:
+        if test.phases or test.points:
             # Before the module is loaded: the collectives that it imports are wrapped then.
             made[POINT] = stack.enter_context(
                 reloading(test.phases, test.timeout, points=POINT in test.arguments)
@@ -572,29 +533,15 @@ def _load(test: RankTest, code: bytes) -> Callable[..., Any]:
 
 @contextmanager
 def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
-    """Register and set up the simulated accelerator; check and undo everything at the end."""
+    """Register and set up the simulated accelerator; undo everything at the end."""
     from reloadpg.testing import simulated
 
     simulated.register()
     with simulated.configured(**{"bytes_per_communicator": _SIM_BYTES, **settings}):
-        before, leaked = _communicators(), simulated.stats().leaked
         try:
             yield simulated
-            gc.collect()
-            left = [name for serial, name in _communicators().items() if serial not in before]
-            dropped = simulated.stats().leaked - leaked
         finally:
             simulated.clear_faults()
-    problems = []
-    if left:
-        problems.append(f"{len(left)} communicators still exist: {', '.join(left)}")
-    if dropped:
-        problems.append(f"{dropped} communicators were dropped without shutdown or abort")
-    if problems:
-        raise AssertionError(
-            f"the simulated accelerator: {'; '.join(problems)}. Destroy the groups that the "
-            "test creates with torch.distributed.destroy_process_group()."
-        )
 
 
 def _existing(also: Iterable[str] = ()) -> dict[tuple[str, object], str]:
@@ -676,16 +623,9 @@ def _destroy_all_but(names: Collection[str]) -> str:
     return "".join(failures) or "They were destroyed, for the tests that follow. "
 
 
-@contextmanager
-def _around_test(test: str, *, destroys: bool) -> Iterator[Any]:
-    check = partial(_assert_no_group_leaks, test, destroys=destroys)
-    with check():
-        yield check
-
-
 CONTEXTS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
     "simulated_accelerator": _simulated_accelerator,
-    "assert_no_group_leaks": _around_test,
+    "assert_no_group_leaks": _assert_no_group_leaks,
 }
 """Implementations of the fixtures, in the test's process or in each rank."""
 
@@ -713,26 +653,24 @@ def _text(group: Any) -> str:
 
 
 @contextmanager
-def reloading(
-    mark: PhasesMark | None, timeout: float, *, points: bool
-) -> Iterator[Callable[[], None]]:
+def reloading(phases: bool, timeout: float, *, points: bool) -> Iterator[Callable[[], None]]:
     """Reload before each phase within this block. The patches remain for the life of the process.
 
     Yields a function that offloads and reloads. Raises ``AssertionError`` if the block passed but
-    nothing was offloaded. The arguments are the mark, the timeout of the test, and whether the test
-    uses ``reload_point``; without a mark, only its calls reload.
+    nothing was offloaded. The arguments are whether collectives begin phases, the timeout of the
+    test, and whether the test uses ``reload_point``; without phases, only its calls reload.
     """
-    phases = _Phases(mark or PhasesMark(), timeout)
-    phases.watch(*(() if mark is None else (*_COLLECTIVES, *_POINT_TO_POINT)))
-    yield phases.called
-    if points and phases.calls == 0:
+    made = _Phases(timeout)
+    made.watch(*((*_COLLECTIVES, *_POINT_TO_POINT) if phases else ()))
+    yield made.called
+    if points and made.calls == 0:
         raise AssertionError(
             f"the fixture {POINT} was not called, so nothing was reloaded there. Call it on all "
             "ranks, after the groups are created."
         )
-    if phases.cycles == 0:
-        what = f"the mark {PHASES}" if mark is not None else f"the fixture {POINT}"
-        groups = "there is no reloadable group" if phases.points else "no phase began"
+    if made.cycles == 0:
+        what = f"the mark {PHASES}" if phases else f"the fixture {POINT}"
+        groups = "there is no reloadable group" if made.points else "no phase began"
         raise AssertionError(
             f"{what} had nothing to reload: {groups}, so this run was the same as one without "
             "reloads. Use a collective of torch.distributed on all ranks, wait for asynchronous "
@@ -743,10 +681,8 @@ def reloading(
 class _Phases:
     """The phases of one rank: points at which it reloads, and cycles that released groups."""
 
-    def __init__(self, mark: PhasesMark, timeout: float) -> None:
+    def __init__(self, timeout: float) -> None:
         self.calls = self.points = self.cycles = 0
-        self._every_group = mark.every_group
-        self._options = mark.options
         self._timeout = timedelta(seconds=timeout / 2)
         self._thread = threading.get_ident()
         self._depth = 0
@@ -807,10 +743,8 @@ class _Phases:
 
         if reloadpg.is_installed():
             return wrapped(*args, **kwargs)
-        options = self._options
-        if options is None:
-            options = {"backends": c10d.known_backends() - _UNUSABLE}
-        reloadpg.install(**{"timeout": self._timeout, **options})
+        backends = c10d.known_backends() - _UNUSABLE
+        reloadpg.install(timeout=self._timeout, backends=backends)
         return dist.init_process_group(*args, **kwargs)  # calls the installed wrapper
 
     def _call(
@@ -843,7 +777,7 @@ class _Phases:
         world = c10d.world()
         if c10d.is_coalescing(world if group is None else group):
             return False
-        if self._every_group or group is None or group is world:
+        if group is None or group is world:
             return True
         return isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size()
 

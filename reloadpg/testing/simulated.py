@@ -27,7 +27,6 @@ all devices. It cannot be split.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,13 +38,14 @@ from torch.distributed import Backend
 from reloadpg.lifecycle import memory
 from reloadpg.rendezvous.session import barrier_hooks
 
-from ._sim_group import DEVICES, NAME, Communicator, SimulatedProcessGroup
+from ._sim_group import Communicator, SimulatedProcessGroup
 from ._sim_state import (
+    DEVICES,
+    NAME,
     BarrierInfo,
     Device,
     Fault,
     GroupInfo,
-    GroupRecord,
     InjectedFault,
     InjectedFaultError,
     SimState,
@@ -60,7 +60,6 @@ __all__ = [
     "InjectedFault",
     "InjectedFaultError",
     "SimState",
-    "SimulatedProcessGroup",
     "Stats",
     "clear_faults",
     "configure",
@@ -71,22 +70,13 @@ __all__ = [
     "stats",
 ]
 
-
-class _Process:
-    """The state of this process. A forked child gets a new device; inherited groups keep theirs."""
-
-    device = Device()
-
-    @classmethod
-    def reset(cls) -> None:
-        cls.device = Device()
+_device = Device()
 
 
 def register() -> None:
     """Make ``sim`` a backend of ``torch.distributed``. Local, idempotent, thread-safe."""
-    with _Process.device.lock:
+    with _device.lock:
         if NAME not in Backend.backend_list:
-            os.register_at_fork(after_in_child=_Process.reset)
             Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
         memory.add_source("simulated", memory.Source(lambda: stats().held_bytes, _free_bytes))
 
@@ -122,33 +112,31 @@ def configure(
         if value < 0:
             raise ValueError(f"configure({name}={value}): must be 0 or more; nothing was changed")
     if (capacity := given.pop("capacity_bytes", None)) is not None:
-        _Process.device.capacity = int(capacity) or None
-    _Process.device.settings = replace(_Process.device.settings, **given)
+        _device.capacity = int(capacity) or None
+    _device.settings = replace(_device.settings, **given)
 
 
 @contextmanager
 def configured(**settings: Any) -> Iterator[None]:
     """:func:`configure` within a block; at its end the settings are as before. Local."""
-    before = _Process.device.settings, _Process.device.capacity
+    before = _device.settings, _device.capacity
     configure(**settings)
     try:
         yield
     finally:
-        _Process.device.settings, _Process.device.capacity = before
+        _device.settings, _device.capacity = before
 
 
 def stats() -> Stats:
     """Counters and held memory of this process. Local; a signal handler may call it."""
-    return _Process.device.stats()
+    with _device.lock:
+        return Stats(**_device.counts)
 
 
-def groups(*, ended: bool = False) -> tuple[GroupInfo, ...]:
-    """The groups of this process, in order of creation. Local; a signal handler may call it.
-
-    Args:
-        ended: also the last 1,024 that were released or leaked.
-    """
-    return _Process.device.groups(ended=ended)
+def groups() -> tuple[GroupInfo, ...]:
+    """The groups of this process, in order of creation. Local; a signal handler may call it."""
+    with _device.lock:
+        return tuple(_device.live.values())
 
 
 def inject(fault: Fault) -> InjectedFault:
@@ -159,21 +147,25 @@ def inject(fault: Fault) -> InjectedFault:
     """
     if fault.at in ("barrier", "failure") and _at_barrier not in barrier_hooks:
         barrier_hooks.append(_at_barrier)
-    return _Process.device.inject(fault)
+    handle = InjectedFault(fault, _device.remove)
+    with _device.lock:
+        _device.faults.append(handle)
+    return handle
 
 
 def clear_faults() -> None:
     """Remove all faults; stalled threads continue. Local, idempotent."""
-    _Process.device.clear_faults()
+    for handle in list(_device.faults):
+        handle.clear()
 
 
 def _at_barrier(moment: Any, operation: str, phase: str, rank: int) -> None:
     """A rank reaches a barrier, or fails."""
     name = f"{operation}.{phase}"
     if moment == "failing":
-        _Process.device.check("failure", name, BarrierInfo(name, rank))
+        _device.check("failure", name, BarrierInfo(name, rank))
     else:
-        _Process.device.check("barrier", name, BarrierInfo(name, rank), moment)
+        _device.check("barrier", name, BarrierInfo(name, rank), moment)
 
 
 def _create(received: Any, options: object) -> SimulatedProcessGroup:
@@ -187,16 +179,15 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
         timeout=received.timeout,
         pg_options=options,
     )
-    record, device = GroupRecord(info), _Process.device
-    settings = device.settings
-    device.check("create", "create", record)
+    device, settings = _device, _device.settings
+    device.check("create", "create", info)
     time.sleep(settings.creation_seconds)
-    communicator = Communicator(record, received.store, settings, device)
+    communicator = Communicator(info, received.store, settings, device)
     group = SimulatedProcessGroup(communicator, received.store)
     try:
         if settings.eager:
             communicator.eager_connect_single_device()
-        device.check("create", "create", record, "after")
+        device.check("create", "create", info, "after")
     except BaseException:
         group.abort()
         raise
@@ -204,4 +195,4 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
 
 
 def _free_bytes() -> int | None:
-    return _Process.device.free_bytes
+    return _device.free_bytes

@@ -115,7 +115,7 @@ def test_each_cycle_recreates_each_group() -> None:
         stats, made = simulated.stats(), 2 * (cycle + 1)
         assert (stats.created, stats.connected, stats.collectives) == (made,) * 3
         assert (stats.released, stats.live, stats.leaked) == (2 * cycle, 2, 0)
-        assert stats.held_bytes == stats.peak_bytes == 2 * MIB
+        assert stats.held_bytes == 2 * MIB
         live = sorted(simulated.groups(), key=lambda group: group.desc)  # created in any order
         assert [(g.desc, g.size, g.held_bytes, g.collectives) for g in live] == [
             (desc, 2, MIB, 1) for desc in ("default_pg", "pair")
@@ -128,4 +128,3 @@ def test_each_cycle_recreates_each_group() -> None:
     dist.destroy_process_group()
     end = simulated.stats()
     assert (end.created, end.released, end.live, end.leaked) == (8, 8, 0, 0)
-    assert len(simulated.groups(ended=True)) == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -112,7 +111,6 @@ def test_a_group_that_is_dropped_without_release_is_counted_as_leaked() -> None:
     del group
     gc.collect()
     assert (simulated.stats().leaked, simulated.stats().released, held()) == (1, 0, 0)
-    assert simulated.groups(ended=True)[-1].state is SimState.LEAKED
     attempted = alone()
     use(attempted)
     with simulated.inject(Fault("release")), pytest.raises(InjectedFaultError):
@@ -121,21 +119,6 @@ def test_a_group_that_is_dropped_without_release_is_counted_as_leaked() -> None:
     del attempted
     gc.collect()
     assert (simulated.stats().leaked, held()) == (1, 0)  # its release was attempted
-
-
-@pytest.mark.ranks(1)
-def test_a_forked_child_has_a_new_device() -> None:
-    """Groups of its parent do not count there, also when they end."""
-    start()
-    group = alone()
-    use(group)
-    child = os.fork()
-    if child == 0:
-        before = simulated.stats()
-        group.abort()
-        os._exit(before.live or before.held_bytes or simulated.stats().released)
-    assert os.waitpid(child, 0)[1] == 0
-    assert (held(), use(group)) == (HELD, 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -243,13 +226,13 @@ def test_a_step_with_a_fault_is_undone_or_complete(moment: Any) -> None:
     """After a fault before the step, the step can be repeated."""
     start()
     group = alone()
+    info = simulated.groups()[-1]
     before = (SimState.CREATED, 0)
     steps = {"connect": lambda: use(group), "release": group.shutdown}
     for at, *after in LIFE:
         with simulated.inject(Fault(at, moment=moment, message="on purpose")):
             with pytest.raises(InjectedFaultError, match="on purpose"):
                 steps[at]()
-            info = simulated.groups(ended=True)[-1]
             assert (info.state, held()) == (before if moment == "before" else tuple(after)), at
             if moment == "before":
                 steps[at]()
@@ -293,10 +276,9 @@ def test_a_fault_selects_operations_and_groups(rank: int) -> None:
     def broadcast(group: Any) -> None:
         dist.broadcast(torch.ones(1), rank, group)
 
-    with simulated.inject(Fault("collective", operation="broadcast", nth=2, times=2)) as fault:
+    with simulated.inject(Fault("collective", operation="broadcast", nth=2, times=2)):
         assert [failed(broadcast, first) for _ in range(5)] == [False, True, True, False, False]
         assert not failed(use, first)
-        assert fault.seen == 5
     with simulated.inject(Fault("collective", group="oth*", times=None)):
         assert [failed(use, g) for g in (first, other) * 2] == [False, True] * 2
     with simulated.inject(Fault("collective", group=first.group_name)):
