@@ -55,5 +55,5 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_group(rank: int, tmp_p
         assert waiting.startswith("rank 0 is in all_reduce (torch/distributed/distributed_c10d.py:")
         assert "), called by test_a_rank_that_skips" in waiting
         assert "c10d_logger" not in waiting  # torch's decorator around it
-        assert [line.text for line in one.lines("")][1:] == [f"-> {late}", f"-> {waiting}"]
+        assert one.lines("")[1:] == [f"-> {late}", f"-> {waiting}"]
     assert len(found) == (rank == LATE)
