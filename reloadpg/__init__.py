@@ -68,24 +68,6 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-_MOVED = {
-    "environment": """
-        barrier destroy_distributed detect_environment ensure_process_group init_distributed
-        process_group_scope resolve_mesh_dims
-    """,
-    "errors": """
-        BorrowedError GroupDestroyedError GroupPickleError InsufficientMemoryError
-        InvalidOptionError
-        NotInstalledError PatchConflictError PendingError RebuildError ReleaseError
-    """,
-    "extend": "GroupState Installation",
-    "integrations.slime": "destroy_process_groups reload_process_groups",
-    "recovery": "recover recovery_requested",
-    "reports": "BypassedGroup GroupReport GroupStatus OperationStatus RankFault Reports SetStatus",
-}
-_MOVED_TO = {name: home for home, names in _MOVED.items() for name in names.split()}
-"""Names that were here once, or that are looked for here, with their module."""
-
 __all__ = sorted(
     [
         *_HOME_OF,
@@ -104,9 +86,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     home = _HOME_OF.get(name)
     if home is None:
-        moved = _MOVED_TO.get(name)
-        where = f"; it is {__name__}.{moved}.{name}" if moved else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Before any module of ours: RELOADPG_AUTOINSTALL installs at its end.
     import_module("torch")
     value = globals()[name] = getattr(import_module(f".{home}", __name__), name)

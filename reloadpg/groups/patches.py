@@ -169,24 +169,6 @@ def patch_when_loaded() -> None:
         wrapt.register_post_import_hook(patch, module)
 
 
-_noted: dict[int, tuple[ModuleType, int]] = {}
-"""Modules without a function to patch, by id, each with the number of its names."""
-
-
-def note_loaded_modules() -> None:
-    """Note which loaded modules hold no function to patch. Local; called before ranks are forked.
-
-    To read a name writes the reference count of its value: without the notes, ``install`` in a
-    forked process copies 50 MB of pages, which takes 60 ms. A name that a noted module gets later
-    is found; a name that it has, and that is then bound to a creating function, is not.
-    """
-    functions = [original for name in wrappers() for original in _originals(name)]
-    holders = {id(module) for module, *_ in _bindings(map(id, functions))}
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and id(module) not in holders:
-            _noted[id(module)] = (module, len(module.__dict__))
-
-
 def _bindings(targets: Iterable[int]) -> Iterator[tuple[ModuleType, str, int]]:
     """Yield every name in every loaded module that is bound to one of the objects with these ids.
 
@@ -197,8 +179,6 @@ def _bindings(targets: Iterable[int]) -> Iterator[tuple[ModuleType, str, int]]:
         if not isinstance(module, ModuleType):
             continue
         names = module.__dict__
-        if _noted.get(id(module), (None, None))[1] == len(names):
-            continue
         if ids.isdisjoint(map(id, list(names.values()))):
             continue
         for attribute, value in list(names.items()):

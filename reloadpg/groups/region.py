@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ContextDecorator
+
 from ..errors import InvalidOptionError
 from ..texts import did_you_mean
-from .decorating import Block
 from .registry import registry
 from .sets import TRAINER, check_name, open_regions
 
 
-class region(Block):  # noqa: N801 - used like a function
+class region(ContextDecorator):  # noqa: N801 - used like a function
     """Put the groups that are created within this block into a set.
 
     ::
@@ -20,7 +21,7 @@ class region(Block):  # noqa: N801 - used like a function
 
     Local, not blocking. All members of a group must create it in the same region. A region applies
     to the calling thread (or asyncio task) and overrides the rules of ``install(sets=...)``.
-    Regions nest; the innermost one counts. It can be used as a decorator, as :class:`offloaded`
+    Regions nest; the innermost one counts. It can decorate functions, as :class:`offloaded`
     can. The default group is always in the set ``"trainer"``. Existing groups stay in their sets.
 
     Args:

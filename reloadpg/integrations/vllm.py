@@ -7,28 +7,23 @@
     engine = Server("http://127.0.0.1:8000") if rank == 0 else None
     rollout = colocated(engine, engine_groups="server")  # every rank waits for the engine
 
-An engine in the trainer's processes needs neither class: see ``install(sets=...)``. Its
-communicators that are no process groups follow the offloads of a set with::
-
-    device_communicators(sets="engine")
-
-vLLM (0.32) is imported by that function only.
+An engine in the trainer's processes needs neither class: see ``install(sets=...)``. vLLM is not
+imported.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from .. import is_installed, offload, on_offload, on_reload, reload
+from .. import is_installed, offload, reload
 from ..errors import InvalidOptionError
 from ..settings import is_off
-from . import framework
 from .servers import EngineServer
 
-__all__ = ["Server", "WorkerGroups", "device_communicators"]
+__all__ = ["Server", "WorkerGroups"]
 
 
 class WorkerGroups:
@@ -112,75 +107,6 @@ class Server(EngineServer):
         """Wake the engine, or its parts; return whether all of it is awake."""
         self._post("wake_up", tags=list(tags or ()))
         return not self._get("is_sleeping")["is_sleeping"]
-
-
-_HOOKS = (
-    ("suspend_device_comms", "resume_device_comms"),
-    ("checkpoint_prepare_distributed_state", "checkpoint_restore_distributed_state"),
-)
-"""vLLM's own functions over all of its groups: since 0.30 (vLLM#51485) and 0.27 (vLLM#46877).
-
-In 0.32 the first pair suspends PyNccl (NCCL 2.29.7 or later) and prepares FlashInfer's all-reduce
-workspaces; in 0.30 and 0.31 PyNccl alone. The second one prepares FlashInfer's workspaces, those of
-its all-to-all too, and no PyNccl. Neither frees the buffers of custom all-reduce.
-"""
-
-
-def device_communicators(*, sets: Sequence[str] | str | None = None) -> Callable[[], None]:
-    """Suspend vLLM's own communicators in each offload, and resume them in the reload.
-
-    For an engine in this process, which is idle then. Call it after the engine was created, on all
-    ranks of the engine. PyNccl and FlashInfer's workspaces give their memory back; custom
-    all-reduce keeps its buffers (``LLM(disable_custom_all_reduce=True)``). Can be combined with
-    ``enable_nccl_comm_suspend``: a communicator that is suspended already stays so. They are
-    callbacks as of :func:`reloadpg.on_offload` and :func:`reloadpg.on_reload`.
-
-    Args:
-        sets: the set of groups to follow, or several; None for all.
-
-    Returns:
-        A function that stops this; local, idempotent.
-
-    Raises:
-        InvalidOptionError: vLLM has no such functions, or a set is not a name; nothing was changed.
-    """
-    state = framework("vLLM", "vllm", "vllm.distributed.parallel_state")
-    for suspend, resume in _HOOKS:
-        if hasattr(state, suspend):
-            return _follow(getattr(state, suspend), getattr(state, resume), sets)
-    raise InvalidOptionError(
-        "device_communicators(): this vLLM has no functions that suspend its communicators; "
-        "nothing was changed. Upgrade to vLLM 0.30 or later."
-    )
-
-
-def _follow(
-    suspend: Callable[[], object], resume: Callable[[], object], sets: Sequence[str] | str | None
-) -> Callable[[], None]:
-    suspended = False
-
-    def before() -> None:
-        nonlocal suspended
-        if not suspended:
-            suspended = True  # also if it fails: some may be suspended
-            suspend()
-
-    def after() -> None:
-        nonlocal suspended
-        if suspended:
-            resume()
-            suspended = False
-
-    ends = (
-        on_offload(before, name="vLLM", sets=sets),
-        on_reload(after, name="vLLM", sets=sets),
-    )
-
-    def end() -> None:
-        for remove in ends:
-            remove()
-
-    return end
 
 
 def _is_installed(worker: Any) -> bool:

@@ -6,10 +6,10 @@ import copy
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import ContextDecorator
 from typing import Any
 
 from ..errors import InvalidOptionError
-from ..groups import decorating
 from ..groups.registry import registry
 from ..groups.sets import Chosen, SetState, SetStates
 from ..rendezvous.worker_thread import exiting
@@ -24,7 +24,7 @@ from .reload import restore
 logger = logging.getLogger("reloadpg")
 
 
-class _Blocks(decorating.Block):
+class _Blocks(ContextDecorator):
     """The open blocks of an object, which may be entered repeatedly."""
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
     exception is raised. If this reload fails, its error is logged.
     ``with reloadpg.offloaded() as report`` returns the report of the offload.
 
-    It decorates functions. In a coroutine use ``with``, which blocks the event loop while an
-    operation runs. For other tasks to continue, use ``await reloadpg.offload(wait=False)`` and
-    ``await reloadpg.reload(wait=False)``.
+    It decorates functions whose body runs in the call. In a generator or a coroutine use ``with``
+    in the body, which blocks the event loop while an operation runs. For other tasks to continue,
+    use ``await reloadpg.offload(wait=False)`` and ``await reloadpg.reload(wait=False)``.
 
     A block that is left while the interpreter exits, such as that of a suspended generator, reloads
     nothing, and neither does one that is left in a forked child.
@@ -61,8 +61,7 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
         connect: as for :func:`reload`.
 
     Raises:
-        InvalidOptionError: an argument cannot be used, or it decorates a generator or a
-            coroutine function; nothing was changed.
+        InvalidOptionError: an argument cannot be used; nothing was changed.
     """
 
     def __init__(self, *sets: str, collect: bool = False, connect: Connect | None = None) -> None:

@@ -260,7 +260,7 @@ class Operation:
         With a parallelism of N, each of N threads takes the next group when it has finished one.
         All ranks share one order, so all members of the first unfinished group of the job are
         working on it, and no topology can deadlock, provided that a thread that waits for peers
-        holds no lock that another one needs (:mod:`reloadpg.c10d.locks`). The default group is
+        holds no lock that another one needs (:mod:`reloadpg.c10d.nccl`). The default group is
         processed alone. Groups that users rebuild, and by default those of a backend whose locks
         are unknown, are processed one after the other.
 

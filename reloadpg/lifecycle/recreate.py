@@ -41,7 +41,7 @@ class Releases:
     """The communicators that one offload destroys.
 
     Where communicators may share a lock, each is destroyed in an NCCL group call: NCCL destroys at
-    the end of the call, when torch holds no lock (:mod:`reloadpg.c10d.locks`).
+    the end of the call, when torch holds no lock (:mod:`reloadpg.c10d.nccl`).
 
     Each is recorded in the job before it is detached, until it is destroyed: if the destruction
     hangs or is interrupted, the communicator is aborted, where an abort can end a destroy.

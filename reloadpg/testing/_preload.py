@@ -41,11 +41,8 @@ def import_all(names: Iterable[str]) -> None:
 def finish() -> None:
     """Make ranks cheap to fork: they copy few of the pages of the modules. Local; idempotent.
 
-    Collections in the ranks skip what is loaded now, and ``install`` in a rank does not look for
-    torch's functions in these modules again.
+    Collections in the ranks skip what is loaded now.
     """
-    with contextlib.suppress(Exception):
-        importlib.import_module("reloadpg.groups.patches").note_loaded_modules()
     gc.freeze()
     gc.enable()
 

@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
 from reloadpg.cli.doctor import diagnose
-from reloadpg.groups.patches import note_loaded_modules
 from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.lifecycle.job import jobs
@@ -74,23 +73,6 @@ def test_every_name_is_patched_once_and_restored():
     _assert_torchs_own(before)
     assert all(early[name] is original for name, original in aliases.items())
     assert vars(late)["new_group"] is dist.new_group
-
-
-@pytest.mark.ranks(1)
-def test_names_that_a_noted_module_gets_later_are_patched():
-    """Before ranks are forked, ``run_ranks`` notes the modules without a function to patch."""
-    sys.modules["noted"] = noted = types.ModuleType("noted")
-    note_loaded_modules()
-    noted.new_group, original = dist.new_group, dist.new_group
-    sys.modules["loaded_later"] = later = types.ModuleType("loaded_later")
-    later.new_group = original
-    reloadpg.install()
-    modules = (dist, early_bindings, noted, later)
-    for module in modules:
-        assert isinstance(module.new_group, wrapt.FunctionWrapper)
-    reloadpg.uninstall()
-    for module in modules:
-        assert module.new_group is original
 
 
 @pytest.mark.ranks(1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg.errors import InvalidOptionError
 from reloadpg.integrations import colocated, sglang
 from reloadpg.integrations.trl import offloaded_generation
-from reloadpg.integrations.vllm import Server, WorkerGroups, device_communicators
+from reloadpg.integrations.vllm import Server, WorkerGroups
 
 
 class Llm:
@@ -298,43 +296,3 @@ def test_a_server_of_sglang_is_driven_by_its_routes() -> None:
         server.info = {"enable_memory_saver": False}
         with pytest.raises(reloadpg.errors.InvalidOptionError, match="with --enable-memory-saver"):
             sglang.Server(url)
-
-
-HOOKS = [
-    ("suspend_device_comms", "resume_device_comms"),
-    ("checkpoint_prepare_distributed_state", "checkpoint_restore_distributed_state"),
-]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("hooks", [HOOKS, HOOKS[1:], []], ids=["0.30", "0.27", "0.26"])
-def test_the_communicators_of_vllm_follow_the_set_of_the_engine(
-    hooks: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the hooks that vLLM of this version has, while its groups are live."""
-    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT, sets="engine")
-    worlds.init()
-    with reloadpg.region("engine"):
-        group = dist.new_group([0, 1])
-    calls: list[tuple[str, float]] = []
-
-    def called(name: str) -> Any:
-        return lambda: calls.append((name, worlds.summed(group, dist.get_rank())))
-
-    state = ModuleType("vllm.distributed.parallel_state")
-    for one in (name for pair in hooks for name in pair):
-        setattr(state, one, called(one))
-    for name in ("vllm", "vllm.distributed"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, state.__name__, state)
-    if not hooks:
-        with pytest.raises(InvalidOptionError, match=r"Upgrade to vLLM 0.30"):
-            device_communicators(sets="engine")
-        return
-    end = device_communicators(sets="engine")
-    reloadpg.offload("trainer")
-    assert calls == []
-    reloadpg.offload("engine")
-    reloadpg.reload()
-    assert calls == [(name, 3.0) for name in hooks[0]]
-    end()

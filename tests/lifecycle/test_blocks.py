@@ -249,24 +249,3 @@ def test_a_region_decorates_a_function():
     start(sets="engine")
     create = reloadpg.region("engine")(lambda: dist.new_group([0, 1]))
     assert create()._managed.set_name == "engine"
-
-
-def _generator():
-    yield
-
-
-async def _asynchronous_generator():
-    yield
-
-
-async def _coroutine():
-    pass
-
-
-@pytest.mark.parametrize("kind", [*DECORATORS, "region"])
-@pytest.mark.parametrize("function", [_generator, _asynchronous_generator, _coroutine])
-def test_a_function_whose_body_runs_after_the_call_cannot_be_decorated(kind, function):
-    """The block would end before the body begins, without a sign of it."""
-    block = {**DECORATORS, "region": lambda: reloadpg.region("engine")}[kind]()
-    with pytest.raises(reloadpg.errors.InvalidOptionError, match="whose body runs after"):
-        block(function)

@@ -1,0 +1,386 @@
+"""NCCL and torch's engines for it: locks, variables of the environment, and NCCL's own functions.
+
+The order that all ranks share prevents a deadlock between threads that wait for peers only if a
+thread that waits holds nothing that another thread of its process needs. Otherwise, two ranks whose
+threads acquire a lock in different orders wait for each other. Two facts decide whether it holds:
+
+============ ===================================== =========================================
+NCCL's call  waits for                             source
+============ ===================================== =========================================
+init         all members                           NCCL's user guide
+split        all ranks of the parent               NCCL's user guide
+first use    all members: NCCL connects them       NVIDIA's host code 2.30.7, without a GPU
+finalize     no rank                               NVIDIA's host code 2.30.7, without a GPU
+destroy      the members on this node, if the      the same; user guide ("intra-node collective")
+             communicator is connected
+abort        no rank                               the same
+suspend      all members                           user guide
+resume       all members                           user guide
+register     no rank                               NCCL's source (``ncclCommRegister`` is local)
+deregister   no rank                               the same
+============ ===================================== =========================================
+
+The second fact is the lock that the backend holds in these calls: :data:`LOCKS`. It decides how the
+calls that wait are made:
+
+* The lock of one communicator: in parallel threads.
+* A lock that other communicators share: not while it is held. ``ProcessGroupNCCL2`` (the default
+  of torch 2.15) has one mutex for a communicator and all that were split from it, and torch splits
+  every group from WORLD there. Such communicators are destroyed each in an NCCL group call, whose
+  end needs no mutex: so in parallel threads. (An abort would wait for no rank. After it, torch's
+  ``shutdown`` prints a warning with a C++ stack, and the destructor one without: 2.15.0.) A replay
+  never splits, so each communicator that it creates has a separate mutex.
+* An unknown lock: one group at a time, in the shared order, unless ``install(parallelism=...)``
+  says otherwise.
+
+``ProcessGroupNCCL2`` holds its lock in the first use too, so no abort ends that wait. A reload that
+connects groups therefore runs an all-reduce on each.
+
+``suspend`` and ``resume`` are called without torch's lock. A call that waits for no rank may be
+made under any lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import Enum
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch.distributed import distributed_c10d as _c10d
+
+from . import devices
+from .backends import CppBackend, pointer_of
+from .needs import describe_needs, missing
+
+# -- locks --------------------------------------------------------------------------------------
+
+
+class Lock(Enum):
+    """What shares the lock that a backend holds in a call of its communication library."""
+
+    COMMUNICATOR = "one communicator"
+    FAMILY = "a communicator and all that were split from it"
+    UNKNOWN = "unknown"
+
+
+LOCKS = {
+    "ProcessGroupGloo": Lock.COMMUNICATOR,
+    "ProcessGroupNCCL": Lock.COMMUNICATOR,  # NCCLComm::mutex_
+    "ProcessGroupNCCL2": Lock.FAMILY,  # NcclApi::api_mutex_; a split takes its parent's
+    "ProcessGroupNCCLLazy": Lock.FAMILY,
+}
+"""The lock by the class of the backend object; that of any other class is unknown.
+
+Observed with a call that hangs in one group (an injected fault) and calls of other groups, on
+torch 2.8.0 and on both engines of 2.15.0, over stand-ins for CUDA and NCCL.
+"""
+
+_KNOWN_NAMES = frozenset({"gloo", "nccl", "nccl-legacy", "nccl2", "nccl-lazy"})
+"""The names under which torch creates these classes."""
+
+
+def needs_one_thread(names: Iterable[str]) -> bool:
+    """Whether groups of these backends are best created and released one at a time."""
+    return not _KNOWN_NAMES.issuperset(names)
+
+
+def shares_lock(backends: Iterable[Any]) -> bool:
+    """Whether a split of one of these backends uses the lock of its parent."""
+    return any(LOCKS.get(type(backend).__name__) is Lock.FAMILY for backend in backends)
+
+
+# -- variables of the environment on which recovery and releases depend -------------------------
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+
+_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+
+_RECOVERY_SETTINGS = {
+    _HANDLING: (
+        "2",
+        "after an error the watchdog ends the process, or aborts no communicator",
+    ),
+    "TORCH_NCCL_BLOCKING_WAIT": (
+        "0",
+        "no watchdog runs, so that a collective without a wait() hangs indefinitely",
+    ),
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": (
+        "0",
+        "the watchdog raises errors of the device, which ends the process",
+    ),
+    _MONITORING: (
+        "0",
+        f"the process is ended if the watchdog hangs for {_HEARTBEAT}, which is no longer than "
+        "the timeout given to install",
+    ),
+    # How long the watchdog waits, four times, for a dump before it aborts; 15 s by default.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": ("200", ""),
+}
+"""The value of each variable, and why another is refused; empty if it is not."""
+
+if hasattr(_c10d, "ProcessGroupNCCL2"):
+    # A dump with stack traces continues in a thread that is never joined. That thread acquires the
+    # GIL while the interpreter exits, which ends the process with SIGABRT (seen on 2.15.0).
+    _RECOVERY_SETTINGS["TORCH_INCLUDE_STACK_TRACE"] = ("0", "")
+
+
+def nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Settings of NCCL with their origin; environment variables take precedence over files. Local.
+
+    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
+    ``/etc/nccl.conf``; the first value of a name counts. It reads them once per process, and so
+    does this function.
+    """
+    prefixes = ("NCCL_", "TORCH_NCCL_")
+    given = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
+    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **given}
+
+
+@lru_cache
+def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[str, str]]:
+    settings: dict[str, tuple[str, str]] = {}
+    own = named or (os.path.join(home, ".nccl.conf") if home else "")
+    for path in filter(None, (own, "/etc/nccl.conf")):
+        with suppress(OSError), open(path, errors="replace") as file:
+            for line in file:
+                name, equals, value = line.partition("=")
+                if equals and not name.lstrip().startswith("#"):
+                    settings.setdefault(name.strip(), (value.strip(), path))
+    return settings
+
+
+def recovery_settings(
+    environ: Mapping[str, str], seconds: float
+) -> tuple[dict[str, str], list[str]]:
+    """Return the settings that make torch's NCCL engines raise faults in the program.
+
+    By default the watchdog ends the process after a timeout or an error. With these settings it
+    aborts the communicator instead: the device continues *with wrong values*, and only the next
+    collective raises, so call :func:`raise_for_aborted` before results are used.
+
+    Seen on ``ProcessGroupNCCL`` (torch 2.13.0) and ``ProcessGroupNCCL2`` (2.15.0) over stand-ins
+    for CUDA and NCCL. With ``TORCH_NCCL_BLOCKING_WAIT=1`` the former has no watchdog, and a
+    collective hangs indefinitely unless the program calls ``wait()`` on it.
+
+    Returns:
+        Settings that are missing or were set by torchrun by default, and messages about settings
+        that conflict. ``seconds`` is how long an operation of this library may wait.
+    """
+    missing, obstacles = {}, []
+    for name, (value, why) in _RECOVERY_SETTINGS.items():
+        given = environ.get(name) or environ.get(name.removeprefix("TORCH_"))
+        if name == _MONITORING and given == "1":
+            with suppress(ValueError):
+                if float(environ.get(_HEARTBEAT, "480")) > seconds:
+                    continue
+        if not given or (name == _HANDLING and given == "1" and "TORCHELASTIC_RUN_ID" in environ):
+            missing[name] = value
+        elif given != value and why:
+            obstacles.append(f"{name}={given}: {why}; set it to {value}")
+    return missing, obstacles
+
+
+def torchcomms_obstacle() -> str:
+    """Say why groups cannot be reloadable if torch creates them with TorchComms; empty if not.
+
+    Its NCCL backend has not run with this library. On plain torch 2.13 groups hang with it.
+    """
+    enabled = getattr(_c10d, "_use_torchcomms_enabled", None)
+    if enabled is None or not enabled():
+        return ""
+    return (
+        "torch creates its groups with TorchComms (TORCH_DISTRIBUTED_USE_TORCHCOMMS=1), with which "
+        "this library was not tested. Unset the variable"
+    )
+
+
+def nccl_is_concerned(backends: Collection[str] | None) -> bool:
+    """Whether groups of these backends (None: of any backend) may use NCCL in this torch."""
+    if backends is None:
+        return torch.distributed.is_nccl_available()
+    return any(name.startswith("nccl") for name in backends)
+
+
+def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Say which settings make the release of an NCCL communicator unsafe, and what to do.
+
+    By ``ProcessGroupNCCL.cpp`` of torch 2.8 to 2.15: with the allocator's hook, each new segment of
+    memory is registered with every communicator in a table that ``shutdown()`` does not clear. The
+    first group of the process writes all dumps that a pipe requests.
+    """
+    cautions = []
+    if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") not in ("", "0"):
+        cautions.append(
+            "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps registering memory "
+            "with communicators that were released, and freeing memory can then raise an error; "
+            "unset it, or deregister memory pools in on_offload() and register them in on_reload()"
+        )
+    if environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
+        cautions.append(
+            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set: only the first default group serves the "
+            "flight recorder's pipe, so nothing serves it after a reload; call "
+            "torch._C._distributed_c10d._dump_nccl_trace() instead"
+        )
+    return cautions
+
+
+# -- NCCL's own functions: suspend and resume, and group calls around torch's calls -------------
+
+
+def suspend_obstacle(backend: CppBackend) -> str:
+    """Say why the communicators of a backend cannot be suspended; empty if they can.
+
+    ``Backend.suspend`` is in torch 2.12 and later; NCCL has it from 2.29.7 on. With
+    ``NCCL_CUMEM_ENABLE=0`` NCCL reports success and releases nothing. Torch expects
+    ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
+    ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
+    """
+    if lacking := missing("suspend"):
+        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
+    suspend = getattr(type(backend), "suspend", None)
+    name = backend.name()
+    if suspend is None:
+        return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
+    if not name.startswith("nccl"):
+        return f"backend {name} cannot suspend its communicators"
+    if not hasattr(backend, "_comm_ptr"):  # ProcessGroupNCCL2 of 2.14, which has ``suspend``
+        engine = type(backend).__name__
+        return f"torch {torch.__version__} does not give the communicators of {engine}"
+    library = _nccl()
+    version = nccl_version()
+    if version is not None and version < (2, 29, 7) and not _can_suspend(library):
+        shown = ".".join(map(str, version))
+        return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
+    if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
+        return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
+    if library is None:
+        return "the NCCL library that torch uses is not found in this process"
+    if not _can_suspend(library):
+        return f"{library._name} has no ncclCommSuspend"
+    return _cumem_obstacle()
+
+
+def suspend_backend(backend: CppBackend) -> None:
+    """Suspend the communicator of a backend. Collective over its members, blocking.
+
+    While torch's own ``suspend`` and ``resume`` wait for the other members, they hold the GIL and a
+    lock that ``abort`` needs (2.13.0 to 2.15.0), so no timeout could end the wait. This function
+    calls NCCL as torch does, but without these locks: another thread can abort the communicator,
+    which ends the call (seen over stand-ins for NCCL, not on a GPU).
+    """
+    _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
+
+
+def resume_backend(backend: CppBackend) -> None:
+    """Resume the communicator of a backend; see :func:`suspend_backend`."""
+    _call_nccl("ncclCommResume", backend)
+
+
+@contextmanager
+def group_call() -> Iterator[bool]:
+    """Execute the destroys and aborts that this thread calls in this block at the block's end.
+
+    NCCL only records them in the block, where torch holds a lock. The end is called without it, so
+    that other threads can end communicators that share the lock. A destroy waits for its peers
+    there. An abort of a connected communicator takes up to half a second, since NCCL's proxy
+    threads look for it at this interval.
+
+    Yields whether it is so: False if NCCL's library is not found.
+
+    Raises:
+        RuntimeError: a destroy or an abort failed.
+    """
+    library = cast(Any, _nccl())
+    if library is None:
+        yield False
+        return
+    _check(library, "ncclGroupStart", library.ncclGroupStart())
+    try:
+        yield True
+    except BaseException:
+        library.ncclGroupEnd()
+        raise
+    _check(library, "ncclGroupEnd", library.ncclGroupEnd())
+
+
+def devices_of(backend: CppBackend) -> tuple[int, ...]:
+    """Indices of the devices on which an NCCL backend has communicators. Local.
+
+    Empty if that is unknown. Call it while no other thread connects or ends the backend, since
+    torch holds a lock and the GIL.
+    """
+    pointers = {}
+    for index in devices.with_context():
+        with devices.current(index):
+            if pointer := pointer_of(backend):
+                pointers[index] = pointer
+    if len(pointers) > 1 and len(set(pointers.values())) == 1:
+        library, device = cast(Any, _nccl()), ctypes.c_int()
+        if library is None:
+            return ()
+        communicator = ctypes.c_void_p(next(iter(pointers.values())))
+        result = library.ncclCommCuDevice(communicator, ctypes.byref(device))
+        _check(library, "ncclCommCuDevice", result)
+        return (device.value,)
+    return tuple(pointers)
+
+
+_IN_PROGRESS = 7
+"""``ncclInProgress``: the call of a communicator that does not block continues."""
+
+_SUSPEND_MEM = 1
+"""``NCCL_SUSPEND_MEM`` of ``nccl.h``."""
+
+
+def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
+    library = cast(Any, _nccl())
+    pointer = ctypes.c_void_p(cast(Any, backend)._comm_ptr())
+    _check(library, name, getattr(library, name)(pointer, *arguments))
+
+
+def _check(library: Any, name: str, result: int) -> None:
+    if result not in (0, _IN_PROGRESS):
+        library.ncclGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"{name}: {library.ncclGetErrorString(result).decode()}")
+
+
+def _nccl() -> ctypes.CDLL | None:
+    """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
+    for name in _LIBRARIES:
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            number = ctypes.c_int()
+            library.ncclGetVersion(ctypes.byref(number))
+            major, rest = divmod(number.value, 10000)
+            if (major, rest // 100, rest % 100) == nccl_version():
+                return library
+    return None
+
+
+_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
+"""NCCL, and AMD's RCCL, which has the same functions (rocm-systems#5582; not run)."""
+
+
+def _can_suspend(library: ctypes.CDLL | None) -> bool:
+    return library is not None and hasattr(library, "ncclCommSuspend")
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """The version of the loaded NCCL (before torch 2.13: of the build); None without NCCL."""
+    engine = getattr(_c10d, "ProcessGroupNCCL", None)
+    if engine is None:
+        return None
+    known = getattr(engine, "get_runtime_nccl_version", None) or cast(Any, torch.cuda.nccl).version
+    return tuple(known())
+
+
+def _cumem_obstacle() -> str:
+    value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
+    return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")
