@@ -127,7 +127,7 @@ class Borrowed:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The record of one call of ``offload``, ``reload`` or ``recover`` on this rank.
 

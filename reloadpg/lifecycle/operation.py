@@ -102,7 +102,7 @@ class Operation:
         self.skip = skip
         self.record = Record(name, chosen)
         note = IS_OFF if registry.off else "torch.distributed is not initialized"
-        self.report = Report(name, False, 0, note=note)
+        self.report = Report(operation=name, changed=False, generation=0, note=note)
         self.activity = ""
         self.opened = False
         self.job: Job | None = None

@@ -58,6 +58,7 @@ class Record:
         if any(report.name == group.name for report in self.groups):
             return  # first resumed, then connected
         history, offloads = group.history, self.operation == "offload"
+        copies = offloads and history.strategy == "suspend"
         if offloads:
             history.offload_ms = ms
             history.cycles += 1
@@ -65,17 +66,17 @@ class Record:
             history.reload_ms = ms
         self.groups.append(
             GroupReport(
-                group.name,
-                group.desc,
-                group.construction.backend,
-                group.construction.size,
-                history.strategy,
-                ms,
-                (begun - self._started) * 1e3,
-                history.reason if offloads else "",
-                history.held_bytes,
-                group.set_name,
-                history.suspended_bytes if offloads and history.strategy == "suspend" else 0,
+                name=group.name,
+                desc=group.desc,
+                backend=group.construction.backend,
+                size=group.construction.size,
+                strategy=history.strategy,
+                ms=ms,
+                start_ms=(begun - self._started) * 1e3,
+                reason=history.reason if offloads else "",
+                bytes=history.held_bytes,
+                set=group.set_name,
+                pinned_bytes=history.suspended_bytes if copies else 0,
             )
         )
 
@@ -91,24 +92,24 @@ class Record:
         held = borrowed([g for g in registry.managed() if g.set_name in self.chosen])
         warnings += [text for loan in held if (text := _lost(loan))]
         return Report(
-            self.operation,
-            bool(self.groups),
-            job.generation,
-            tuple(self.groups),
-            tuple(self._spans),
-            (time.perf_counter() - self._started) * 1e3,
-            note,
-            self._memory,
-            tuple(warnings),
-            error,
-            self.started_at,
-            job.rendezvous.rank,
-            job.rendezvous.size,
-            tuple(unfinished),
-            self._moments,
-            self.faults,
-            str(self.chosen),
-            held,
+            operation=self.operation,
+            changed=bool(self.groups),
+            generation=job.generation,
+            groups=tuple(self.groups),
+            spans=tuple(self._spans),
+            total_ms=(time.perf_counter() - self._started) * 1e3,
+            note=note,
+            memory=self._memory,
+            warnings=tuple(warnings),
+            error=error,
+            started_at=self.started_at,
+            rank=job.rendezvous.rank,
+            world_size=job.rendezvous.size,
+            unfinished=tuple(unfinished),
+            moments_ms=self._moments,
+            faults=self.faults,
+            sets=str(self.chosen),
+            borrowed=held,
         )
 
 

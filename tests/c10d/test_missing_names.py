@@ -24,10 +24,7 @@ from reloadpg.errors import UnsupportedTorchError
 reloadpg.install  # noqa: B018 - imported once, and not in each forked process
 EXPECTED = [need for need in needs.NEEDS if need.applies_to(needs.torch_version())]
 CORE = [need for need in EXPECTED if need.capability == "core"]
-FUNCTIONS = [need for need in CORE if need.parameters or need.keywords]
-
-
-INSTANCE = "_renamed_by_a_new_torch"
+FUNCTIONS = [need for need in CORE if need.parameters]
 
 
 def owner_of(need: Need) -> Any:
@@ -39,7 +36,7 @@ def owner_of(need: Need) -> Any:
 
 
 def remove(need: Need) -> None:
-    """Remove the name, in this process for good. Attributes of instances are renamed."""
+    """Remove the name, in this process for good."""
     owner = owner_of(need)
     if not isinstance(owner, type):
         if need.name in vars(owner):
@@ -49,17 +46,6 @@ def remove(need: Need) -> None:
     for base in owner.__mro__:
         if need.name in vars(base):
             delattr(base, need.name)
-        for function in vars(base).values():
-            _rename(getattr(function, "fget", function), need.name)
-
-
-def _rename(function: Any, name: str) -> None:
-    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
-        function = wrapped
-    code = getattr(function, "__code__", None)
-    if code is not None and name in code.co_names:
-        names = tuple(INSTANCE if one == name else one for one in code.co_names)
-        function.__code__ = code.replace(co_names=names)
 
 
 def change(need: Need, function: Callable[..., Any]) -> None:

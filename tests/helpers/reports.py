@@ -21,4 +21,4 @@ def report(operation: str = "offload", **more: Any) -> Report:
         "world_size": 2,
         **more,
     }
-    return Report(operation, True, 3, **settings)
+    return Report(operation=operation, changed=True, generation=3, **settings)

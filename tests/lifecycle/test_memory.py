@@ -103,21 +103,21 @@ def test_checks_add_warnings_until_they_are_removed(added):
 
 
 REPORT = Report(
-    "offload",
-    True,
-    3,
-    (
+    operation="offload",
+    changed=True,
+    generation=3,
+    groups=(
         GroupReport("1", "dp", "nccl", 2, "recreate", 2.0, 10.0, "old", 100),
         GroupReport("2", "tp", "nccl", 2, "skip", 0.5, 12.0),
         GroupReport("3", "pp", "nccl", 2, "suspend", 0.5, 12.5, pinned_bytes=1 << 20),
     ),
-    (
+    spans=(
         Span("device", 1.0, 5.0),
         Span("wait.enter", 6.0, 4.0),
         Span("wait.enter", 10.0, 1.0),
         Span("groups", 11.0, 2.5),
     ),
-    20.0,
+    total_ms=20.0,
     memory={"before": {"device": 500, "rss": 50}, "after": {"device": 380, "rss": 90}},
     warnings=("w",),
 )

@@ -100,7 +100,17 @@ def _report(rank: int, size: int, released: int, error: str = "") -> Report:
     memory = {"before": {"device": 1 << 30}, "after": {"device": (1 << 30) - released}}
     groups = tuple(GroupReport(str(n), "", "nccl", 2, "recreate", 1.0) for n in range(size))
     spans = (Span("wait.enter", 0.0, 1.5), Span("groups", 1.5, 2.0), Span("wait.released", 4, 0.5))
-    return Report("offload", not error, 3, groups, spans, 12.0, "", memory, (), error, rank=rank)
+    return Report(
+        operation="offload",
+        changed=not error,
+        generation=3,
+        groups=groups,
+        spans=spans,
+        total_ms=12.0,
+        memory=memory,
+        error=error,
+        rank=rank,
+    )
 
 
 def test_str_of_a_report() -> None:
@@ -108,7 +118,9 @@ def test_str_of_a_report() -> None:
     text = str(_report(0, 1, -5))
     assert text == "offload: 1 group in 12.0 ms, 0.0 MiB released (device), generation 3"
     assert str(_report(0, 2, 3 << 20)).startswith("offload: 2 groups in 12.0 ms, 3.0 MiB released")
-    failed = Report("reload", False, 3, total_ms=1.0, error="RebuildError: x")
+    failed = Report(
+        operation="reload", changed=False, generation=3, total_ms=1.0, error="RebuildError: x"
+    )
     assert str(failed) == "reload: failed after 1.0 ms: RebuildError: x"
     assert failed.to_dict()["reload/failed"] is True
     assert failed.restored_bytes is None
