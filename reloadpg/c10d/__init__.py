@@ -62,11 +62,9 @@ from .creation import is_creating as is_creating
 from .creation import original as original
 from .creation import owner_of as owner_of
 from .creation import sorts_ranks as sorts_ranks
-from .flight_recorder import clear_dump_request as clear_dump_request
+from .flight_recorder import DUMP_SIGNAL as DUMP_SIGNAL
 from .flight_recorder import dump_interval as dump_interval
-from .flight_recorder import dump_is_requested as dump_is_requested
 from .flight_recorder import lacks_dumps as lacks_dumps
-from .flight_recorder import signal_store as signal_store
 from .flight_recorder import write_dump as write_dump
 from .inspection import SYMMETRIC_MEMORY as SYMMETRIC_MEMORY
 from .inspection import is_coalescing as is_coalescing
@@ -103,6 +101,7 @@ from .stores import rendezvous_keys as rendezvous_keys
 from .stores import root_store as root_store
 from .stores import root_store_of_job as root_store_of_job
 from .stores import shut_store_connections as shut_store_connections
+from .stores import unprefixed as unprefixed
 from .tables import Unseen as Unseen
 from .tables import backend_class as backend_class
 from .tables import backend_of as backend_of

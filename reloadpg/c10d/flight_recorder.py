@@ -17,13 +17,15 @@ from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as _cpp
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import ProcessGroup
 from torch.torch_version import TorchVersion
 
 from .backends import monitored_backends
 from .needs import missing
 
-_SIGNAL = "exception_dump"
+DUMP_SIGNAL = "exception_dump"
+"""The key, beneath all prefixes of the store, by which a rank signals a timeout."""
+
 _POLL = "TORCH_NCCL_COORD_CHECK_MILSEC"
 _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -50,23 +52,6 @@ def dump_interval(environ: Mapping[str, str] = os.environ) -> float:
     """Seconds between two looks at the signal, as torch's group takes them."""
     given = environ.get(_POLL, "")
     return int(given) / 1000 if given.isdecimal() and int(given) else 1.0
-
-
-def signal_store(store: Store) -> Store:
-    """The store that has the signal: the one beneath all prefixes. Local."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def dump_is_requested(store: Store) -> bool:
-    """Whether a rank has signalled a timeout. Blocking; RuntimeError if the store is lost."""
-    return store.check([_SIGNAL])
-
-
-def clear_dump_request(store: Store) -> None:
-    """Remove the signal, so that the next one is noticed. Blocking; idempotent."""
-    store.delete_key(_SIGNAL)
 
 
 def write_dump(rank: int, environ: Mapping[str, str] = os.environ) -> str:

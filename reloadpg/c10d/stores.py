@@ -27,6 +27,13 @@ def root_store(group: ProcessGroup) -> Store:
     return store.underlying_store if isinstance(store, PrefixStore) else store
 
 
+def unprefixed(store: Store) -> Store:
+    """Return the store beneath all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
     """Return a function that finds the root store of the job for as long as the job lasts.
 
@@ -65,9 +72,7 @@ def shut_store_connections(store: Store) -> None:
 
     For a process that ends: torch's own client of the same server is shut too.
     """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    port = getattr(store, "port", None)
+    port = getattr(unprefixed(store), "port", None)
     for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -79,9 +84,7 @@ def shut_store_connections(store: Store) -> None:
 
 def is_store_host(store: Store, rank: int) -> bool:
     """Whether the server of a TCPStore runs in this process, by the port on which it listens."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    port = getattr(store, "port", None)
+    port = getattr(unprefixed(store), "port", None)
     if port is None:
         return False
     try:

@@ -48,18 +48,18 @@ class DumpWatch(LibraryThread):
 
     def run(self) -> None:
         with suppress(RuntimeError):  # the store has ended, and the job with it
-            self._watch(c10d.clone_store(c10d.signal_store(self._root())))
+            self._watch(c10d.clone_store(c10d.unprefixed(self._root())))
 
     def _watch(self, store: Store) -> None:
         seen = True  # a signal counts once it was seen to be absent
         while not self._ended.wait(c10d.dump_interval()):
-            if not c10d.dump_is_requested(store):
+            if not store.check([c10d.DUMP_SIGNAL]):
                 seen = self._clears = False
             elif not seen:
                 seen = True
                 self._write()
             elif self._clears and self._rank == 0:
-                c10d.clear_dump_request(store)
+                store.delete_key(c10d.DUMP_SIGNAL)
 
     def _write(self) -> None:
         try:
