@@ -4,10 +4,7 @@
 
     offloaded_rollouts()  # in each worker process, before its model is built
 
-Based on ``ActorRolloutRefWorker.update_weights`` of ``verl/workers/engine_workers.py`` (0.9.1),
-``rollout_mode`` and ``trainer_mode`` of ``verl/workers/fsdp_workers.py`` (0.6 and 0.7), and the
-sharding managers of ``verl/workers/sharding_manager`` (up to 0.6), which are entered before a
-generation and left after it.
+Based on ``ActorRolloutRefWorker.update_weights`` of ``verl/workers/engine_workers.py`` (0.9.1).
 """
 
 from __future__ import annotations
@@ -54,13 +51,10 @@ def offloaded_rollouts(
     nothing. Exceptions of verl's methods propagate, with the groups live.
 
     Args:
-        classes: workers of verl or subclasses, or classes of sharding managers; their methods are
-            replaced. None: ``ActorRolloutRefWorker`` and ``TrainingWorker`` of verl 0.9. Name all
-            workers that share a process, a critic too, in one call.
-        block: the context manager between the two; by default a :class:`reloadpg.offloaded`. If the
-            engine has groups in the worker's process (verl up to 0.7), install with
-            ``sets={"engine": "vllm.*"}`` and pass
-            ``reloadpg.swapped(out="trainer", into="engine")``.
+        classes: workers of verl or subclasses; their methods are replaced. None:
+            ``ActorRolloutRefWorker`` and ``TrainingWorker`` of verl 0.9. Name all workers that
+            share a process, a critic too, in one call.
+        block: the context manager between the two; by default a :class:`reloadpg.offloaded`.
 
     Raises:
         InvalidOptionError: a class has none of the methods, or was already passed; nothing was
@@ -111,20 +105,12 @@ class OffloadedRollouts(Rollouts):
             for name, method in methods.items()
             if _on_all_ranks(method)
         }
-        for name in ("rollout_mode", "update_weights"):
-            if inspect.iscoroutinefunction(methods.get(name)):
-                replacements[name] = self._transfer(methods[name])
-                break
-        if "trainer_mode" in methods:
-            replacements["trainer_mode"] = _within(self._last, methods["trainer_mode"])
-        if "__enter__" in methods and "__exit__" in methods:
-            replacements["__enter__"] = self._enter(methods["__enter__"], methods["__exit__"])
-            replacements["__exit__"] = _within(self._last, methods["__exit__"])
+        if inspect.iscoroutinefunction(methods.get("update_weights")):
+            replacements["update_weights"] = self._transfer(methods["update_weights"])
         if not replacements:
             raise InvalidOptionError(
                 f"offloaded_rollouts({owner.__qualname__}): it has no method that verl's driver "
-                "calls, and is not a context manager; nothing was changed. Pass a worker of verl "
-                "or a sharding manager."
+                "calls; nothing was changed. Pass a worker of verl."
             )
         for replacement in replacements.values():
             setattr(replacement, MARK, True)
@@ -136,13 +122,6 @@ class OffloadedRollouts(Rollouts):
         self.end()
         with self.ends_on_error():
             yield
-
-    @contextmanager
-    def _last(self) -> Iterator[None]:
-        """End a rollout after the engine has released its memory, or failed to."""
-        with self.ends_on_error():
-            yield
-        self.end()
 
     def _transfer(self, method: Callable[..., Any]) -> Any:
         """Begin a rollout after the engine has the weights and before it allocates its KV cache."""
@@ -163,21 +142,6 @@ class OffloadedRollouts(Rollouts):
             return result
 
         return transfer
-
-    def _enter(self, enter: Callable[..., Any], leave: Callable[..., Any]) -> Any:
-        """Begin a rollout after a sharding manager has sent the weights."""
-
-        @wraps(enter)
-        def entered(manager: Any) -> Any:
-            value = enter(manager)
-            try:
-                self.begin()
-            except BaseException as error:
-                leave(manager, type(error), error, error.__traceback__)
-                raise
-            return value
-
-        return entered
 
 
 def _within(

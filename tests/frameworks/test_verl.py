@@ -87,52 +87,6 @@ class Sequence:
         return func()
 
 
-class Modes:
-    """``rollout_mode`` and ``trainer_mode`` of ``verl/workers/fsdp_workers.py`` (0.7.0)."""
-
-    async def rollout_mode(self) -> None:
-        weights, _ = self.actor.engine.get_per_tensor_param()
-        await self.rollout.resume(tags=["weights"])
-        await self.rollout.update_weights(weights, peft_config=None, base_sync_done=True)
-        await self.rollout.resume(tags=["kv_cache"])
-
-    async def trainer_mode(self) -> None:
-        await self.rollout.release()
-
-    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-    async def wake_up(self) -> bool:
-        await self.rollout_mode()
-        return True
-
-    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-    async def sleep(self) -> bool:
-        await self.trainer_mode()
-        return True
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generate_sequences(self, prompts: Any) -> Any:
-        asyncio.run(self.rollout_mode())
-        output = self.rollout.generate_sequences(prompts=prompts)
-        asyncio.run(self.trainer_mode())
-        dist.all_reduce(output)
-        return output
-
-
-class Manager:
-    """``FSDPVLLMShardingManager`` of ``verl/workers/sharding_manager/fsdp_vllm.py`` (0.5.0)."""
-
-    def __init__(self, rollout: Any, engine: Any) -> None:
-        self.rollout, self.engine = rollout, engine
-
-    def __enter__(self) -> None:
-        asyncio.run(self.rollout.resume(tags=["weights"]))
-        asyncio.run(self.rollout.update_weights(self.engine.get_per_tensor_param()[0]))
-        asyncio.run(self.rollout.resume(tags=["kv_cache"]))
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        asyncio.run(self.rollout.release())
-
-
 class Engine:
     """A model of which each rank has a part: to read it all needs the groups."""
 
@@ -170,10 +124,6 @@ class Rollout:
 
     async def release(self) -> None:
         self.note("release")
-
-    def generate_sequences(self, prompts: Any) -> Any:
-        self.note("generate")
-        return torch.ones(1)
 
 
 class Actor:
@@ -304,58 +254,17 @@ def test_groups_are_offloaded_from_a_transfer_to_the_next_call_that_trains(real:
     assert handle.cycles == 6
 
 
-@pytest.mark.ranks(2)
-def test_older_workers_have_live_groups_after_each_generation() -> None:
-    """Those of verl 0.7, and the sharding managers of 0.5; also if a generation raises."""
-    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
-    worlds.init("gloo")
-    with_modes = offloaded_rollouts(Modes)
-    worker = worker_of(Modes)
-    engine = worker.rollout
-    manager = Manager(engine, worker.actor.engine)
-    with_managers = offloaded_rollouts(Manager)
-    generated = [*TRANSFERRED, "generate: offloaded"]
-    # While it is entered, a manager uses live groups; they are offloaded afterwards.
-    entered = ["resume weights: live", "weights: live", "resume kv_cache: live"]
-    managed = [*entered, "generate: offloaded", "release: offloaded"]
-
-    async def through_servers() -> None:
-        await worker.wake_up()
-        engine.note("generate")
-        await worker.sleep()
-
-    asyncio.run(through_servers())
-    check_seen(engine, "live", *generated, "release: offloaded")
-    assert worker.generate_sequences(None).item() == 2
-    check_seen(engine, "live", *generated, "release: offloaded")
-    with manager:
-        engine.generate_sequences(None)
-    check_seen(engine, "live", *managed)
-    engine.fails = "generate"
-    with pytest.raises(ConnectionError, match="generate on purpose"):
-        worker.generate_sequences(None)
-    check_seen(engine, "live", *generated)
-    with pytest.raises(ConnectionError, match="generate on purpose"), manager:
-        engine.generate_sequences(None)
-    check_seen(engine, "live", *managed)
-    engine.fails = "release"
-    with pytest.raises(ConnectionError, match="release on purpose"), manager:
-        pass
-    check_seen(engine, "live", *entered, "release: offloaded")
-    assert (with_modes.cycles, with_managers.cycles) == (3, 3)
-
-
 def test_a_class_that_is_not_of_verl_or_was_passed_before_is_refused() -> None:
     """Nothing is changed."""
     before = dict(vars(Sequence))
     with pytest.raises(InvalidOptionError, match=r"\(SimpleNamespace\).*nothing was changed"):
         verl.offloaded_rollouts(Sequence, type("SimpleNamespace", (), {}))
     assert dict(vars(Sequence)) == before
-    handle = verl.offloaded_rollouts(Modes)
-    with pytest.raises(InvalidOptionError, match=r"\(Modes\): already passed"):
-        verl.offloaded_rollouts(Modes)
+    handle = verl.offloaded_rollouts(Sequence)
+    with pytest.raises(InvalidOptionError, match=r"\(Sequence\): already passed"):
+        verl.offloaded_rollouts(Sequence)
     handle.remove()
-    verl.offloaded_rollouts(Modes).remove()
+    verl.offloaded_rollouts(Sequence).remove()
 
 
 def test_without_verl_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
