@@ -29,6 +29,7 @@ from .loans import OURS, THROUGH
 from .managed import ManagedGroup
 from .offloaded import GroupState as GroupState
 
+_SET_DESC: Callable[[ProcessGroup, str], None] = ProcessGroup.__dict__["_set_group_desc"]
 _BOUND_DEVICE: property = ProcessGroup.__dict__["bound_device_id"]
 
 
@@ -39,7 +40,7 @@ class ReloadableProcessGroup(Dispatch):
     ``group_name``, rank and size never change. Copying returns the same object. A pickle holds the
     group's name, which the receiving process resolves.
 
-    It has the attributes of ``ProcessGroup``, and these:
+    It has the attributes of ``ProcessGroup``, overrides of three of its methods in C++, and these:
 
     Attributes:
         generation: the job's number of reloads, of any set, when its communicator was built; 0 if
@@ -56,6 +57,7 @@ class ReloadableProcessGroup(Dispatch):
         ProcessGroup.__init__(self, self._rank, self._size)  # type: ignore[call-arg, arg-type]
         self._inner = inner
         self._managed = ManagedGroup(self, inner, construction)
+        _SET_DESC(self, construction.desc)
         device = inner.bound_device_id
         if device is not None:
             # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
@@ -78,24 +80,21 @@ class ReloadableProcessGroup(Dispatch):
     def size(self) -> int:
         return self._size
 
-    # C++ looks up these names in the class whenever it needs rank and size. A failed lookup costs
-    # 0.6 us each time (get_world_size took 3.5 times as long); a C function is found at once.
+    # These three override virtual methods of ProcessGroup in C++, which pybind11 looks up by their
+    # C++ names, as often as C++ needs rank and size. A failed lookup costs 0.6 us each time
+    # (get_world_size took 3.5 times as long); a C function is found at once.
     getRank = ProcessGroup.__dict__["rank"]  # noqa: N815
     getSize = ProcessGroup.__dict__["size"]  # noqa: N815
 
-    def getGroupName(self) -> str:  # noqa: N802 - looked up by C++
+    # In C++ it returns the name of a backend, and raises without one.
+    def getGroupName(self) -> str:  # noqa: N802
         return self._managed.construction.name
 
-    def getGroupDesc(self) -> str:  # noqa: N802 - looked up by C++
-        return self._managed.desc
-
     group_name = property(getGroupName)  # type: ignore[assignment]
-    group_desc = property(getGroupDesc)
 
-    def getBackendName(self) -> str:  # noqa: N802 - looked up by C++
-        # Not the live backend's name: given "gloo", DDP's logger requests a gloo backend from the
-        # C++ object, which has none, and fails.
-        return "reloadable"
+    @property
+    def group_desc(self) -> str:
+        return self._managed.desc
 
     def name(self) -> str:
         return self._managed.backend_name
@@ -145,6 +144,7 @@ class ReloadableProcessGroup(Dispatch):
 
     def _set_group_desc(self, desc: str) -> None:
         self._managed.desc = desc
+        _SET_DESC(self, desc)  # the C++ object's
         if self._managed.is_live:
             c10d.set_desc(self._managed.current, desc)
 

@@ -34,10 +34,23 @@ def test_no_name_is_defined_that_the_installed_torch_lacks():
 
 
 def test_the_proxy_is_a_process_group_and_nothing_else():
-    """Beyond torch's names it has two attributes, and the names that torch looks up from C++."""
-    looked_up = {"getBackendName", "getGroupDesc", "getGroupName", "getRank", "getSize"}
+    """Beyond torch's names it has two attributes, and overrides of three methods of C++."""
     public = {name for name in dir(ReloadableProcessGroup) if not name.startswith("_")}
-    assert public - NAMES == {"generation", "state", *looked_up}
+    assert public - NAMES == {"generation", "state", "getGroupName", "getRank", "getSize"}
+
+
+def test_torch_looks_up_the_overrides_by_their_names_in_cpp():
+    """Without a backend, C++ has no name of the group. A description of it is set."""
+    group = type("Plain", (ProcessGroup,), {"__init__": lambda self: _init(self, 0, 2)})()
+    with pytest.raises(RuntimeError, match="name not set"):
+        ProcessGroup.group_name.fget(group)
+    group._set_group_desc("of C++")
+    assert ProcessGroup.group_desc.fget(group) == "of C++"
+    names = {"getRank": 5, "getSize": 7, "getGroupName": "a name"}
+    methods = {name: lambda self, value=value: value for name, value in names.items()}
+    group = type("Overriding", (type(group),), methods)()
+    found = ProcessGroup.rank(group), ProcessGroup.size(group), ProcessGroup.group_name.fget(group)
+    assert found == (5, 7, "a name")
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - dispatch.INHERITED))
@@ -52,6 +65,9 @@ def test_the_proxy_has_no_attribute_that_torch_would_delegate_to():
     """From 2.13 new_group delegates to a default group that has a ``new_group``."""
     assert not hasattr(ReloadableProcessGroup, "new_group")
     assert "__getattr__" not in vars(ReloadableProcessGroup)
+
+
+_init = ProcessGroup.__init__
 
 
 class _Inner(ProcessGroup):
