@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
 from .. import c10d
+
+if TYPE_CHECKING:
+    from .managed import ManagedGroup
 
 COMPLETED_WORK = c10d.completed_work()
 """Returned where a synchronous coalesced NCCL call returns None, since torch 2.8."""
@@ -80,7 +83,7 @@ class Dispatch(ProcessGroup):
     """A ``ProcessGroup`` whose every method calls the same method of ``self._inner``."""
 
     _inner: Any
-    _managed: Any
+    _managed: ManagedGroup
     _get_sequence_number_for_group: Callable[[], int]
 
     _coalescing: Any = None

@@ -25,6 +25,7 @@ from .sets import TRAINER
 
 if TYPE_CHECKING:
     from ..c10d import CppBackend
+    from .proxy import ReloadableProcessGroup
 
 
 @dataclass
@@ -84,7 +85,7 @@ class ManagedGroup:
     before_end: Callable[[], object] | None = None
     known_loans: Loans | None = None
     records = True
-    _released: weakref.ref[Any] | None = None
+    _released: weakref.ref[ProcessGroup] | None = None
     _history: History | None = None
 
     # Changes made to the live group after its creation, which are carried over to the next one.
@@ -92,7 +93,9 @@ class ManagedGroup:
     symm_mem: Any = None
     _timeouts: Mapping[str, timedelta] = MappingProxyType({})
 
-    def __init__(self, proxy: Any, inner: ProcessGroup, construction: Construction) -> None:
+    def __init__(
+        self, proxy: ReloadableProcessGroup, inner: ProcessGroup, construction: Construction
+    ) -> None:
         self._proxy = weakref.ref(proxy)
         self.current: Any = inner
         self.target: Any = inner
@@ -102,7 +105,7 @@ class ManagedGroup:
         self.names_in_store = [construction.name]
 
     @property
-    def proxy(self) -> Any:
+    def proxy(self) -> ReloadableProcessGroup:
         """The reloadable group itself. Raises ReferenceError if it was deleted."""
         proxy = self._proxy()
         if proxy is None:

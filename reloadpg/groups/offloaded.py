@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -18,6 +18,9 @@ from .. import c10d
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .dispatch import DISPATCHED, REMOVALS
 from .sets import TRAINER
+
+if TYPE_CHECKING:
+    from .managed import ManagedGroup
 
 
 class GroupState(str, Enum):
@@ -98,7 +101,7 @@ class Offloaded:
 
     def __init__(
         self,
-        owner: Any,
+        owner: ManagedGroup,
         kept: ProcessGroup | None,
         reason: str = "",
         suspended: ProcessGroup | None = None,
@@ -166,7 +169,7 @@ class OffloadedBackend:
     supports_coalescing = False
     supports_splitting = False
 
-    def __init__(self, placeholder: Offloaded, owner: Any, device: str) -> None:
+    def __init__(self, placeholder: Offloaded, owner: ManagedGroup, device: str) -> None:
         self._placeholder = placeholder
         self._owner = owner
         self._device = device

@@ -49,8 +49,6 @@ class ReloadableProcessGroup(Dispatch):
         state: :class:`GroupState`.
     """
 
-    _managed: ManagedGroup
-
     def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
         self._rank, self._size = construction.rank, len(construction.members)
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.

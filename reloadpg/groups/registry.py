@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
@@ -24,6 +24,9 @@ from .offloaded import GroupState
 from .proxy import ReloadableProcessGroup, managed
 from .selection import Bypass, Selection
 from .sets import TRAINER
+
+if TYPE_CHECKING:
+    from .patches import Patches
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ class Registry:
 
     def __init__(self) -> None:
         self.options: Options | None = None
-        self.patches: Any = None
-        """The ``Patches`` of the installation; None without one."""
+        self.patches: Patches | None = None
+        """Those of the installation; None without one."""
         self.by_environment = False
         """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.variables: dict[str, tuple[str, str | None]] = {}
