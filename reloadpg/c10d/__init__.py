@@ -47,7 +47,6 @@ from .backends import set_name as set_name
 from .backends import set_timeout as set_timeout
 from .backends import set_timeouts as set_timeouts
 from .backends import timeout_of as timeout_of
-from .backends import wraps_backends as wraps_backends
 from .creation import COMPILERS_NEW_GROUP as COMPILERS_NEW_GROUP
 from .creation import CreationByMembers as CreationByMembers
 from .creation import batch_coalesced as batch_coalesced

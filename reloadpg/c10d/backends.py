@@ -100,11 +100,6 @@ def _starts(path: str) -> bool:
     return name.endswith("(pt_nccl_heartbt") and not state.startswith("S")  # S: it waits
 
 
-def wraps_backends() -> bool:
-    """Whether torch wraps the backends that it creates now, because of its debug level. Local."""
-    return torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
-
-
 _WRAPPERS = (_cpp._ProcessGroupWrapper,) if hasattr(_cpp, "_ProcessGroupWrapper") else ()
 
 
