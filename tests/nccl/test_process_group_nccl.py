@@ -240,7 +240,10 @@ def test_a_step_is_repeated_whose_collective_was_aborted(
         dist.all_reduce(tensor)
         return tensor.item()
 
-    assert repeat(step, 4, partial(recover, group)) == [(1, 1.0), (1, 3.0), (2, 5.0), (1, 7.0)]
+    done = repeat(step, 4, partial(recover, group))
+    assert [value for _, value in done] == [1.0, 3.0, 5.0, 7.0]
+    # The other rank may not have left the step before when this one fails; then both repeat that.
+    assert sum(attempts for attempts, _ in done) > 4
 
 
 @on_engines(2)
