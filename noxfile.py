@@ -51,7 +51,7 @@ def recovery(session: nox.Session) -> None:
     names = (
         "faults",
         "lost_store",
-        "topologies",
+        "parallelism",
     )
     files = [f"tests/lifecycle/test_{name}.py" for name in names]
     every = ("-m", "slow or not slow")
@@ -102,38 +102,20 @@ def nccl(session: nox.Session) -> None:
 
 
 @nox.session
-def modes(session: nox.Session) -> None:
-    """The debug modes of torch and of Python: ``nox -s modes -- 2.15.0``; one table for each torch.
-
-    ``TEST_MODES_TABLE`` names the file to which the table is appended.
-    """
-    for version in session.posargs or NCCL_VERSIONS:
-        session.install(f"torch=={version}", "-e", ".[test-core]")
-        file = "tests/lifecycle/test_debug_modes.py"
-        session.run("python", "-m", "pytest", "-m", "slow", "-n", "0", file)
-
-
-@nox.session
 def faults(session: nox.Session) -> None:
     """Random programs with faults: 200 on gloo, 30 on two hosts, 100 on each engine of NCCL.
 
     Another number, and no NCCL: ``FAULT_PROGRAMS=20 nox -s faults -- gloo``.
     """
-    every = ("-m", "slow or not slow", "-n", "2", "--dist", "load")
-    for count, torch, options, files in (
-        ("200", "2.13.0", (), ("lifecycle/test_job_ends", "lifecycle/test_properties")),
-        ("30", "2.13.0", (), ("lifecycle/test_two_hosts",)),  # in network namespaces, as root
-        (
-            "100",
-            "2.15.0",
-            ("--reloadpg-standins",),
-            ("nccl/test_job_ends", "nccl/test_fault_programs"),
-        ),
+    every = ("-m", "slow or not slow", "-n", "2", "--dist", "load", "-k", "test_programs")
+    for count, torch, options, file in (
+        ("200", "2.13.0", (), "lifecycle/test_faults"),
+        ("30", "2.13.0", (), "lifecycle/test_two_hosts"),  # in network namespaces, as root
+        ("100", "2.15.0", ("--reloadpg-standins",), "nccl/test_programs"),
     )[: 2 if "gloo" in session.posargs else 3]:
-        session.install(f"torch=={torch}", "-e", ".[test-core]", "hypothesis")
-        env = {"FAULT_PROGRAMS": count, "PROPERTY_EXAMPLES": count, **os.environ}
-        paths = [f"tests/{name}.py" for name in files]
-        session.run("python", "-m", "pytest", *every, *options, *paths, env=env)
+        session.install(f"torch=={torch}", "-e", ".[test-core]")
+        env = {"FAULT_PROGRAMS": count, **os.environ}
+        session.run("python", "-m", "pytest", *every, *options, f"tests/{file}.py", env=env)
 
 
 @nox.session
@@ -147,13 +129,13 @@ def frameworks(session: nox.Session) -> None:
     # verl states an older transformers than the other hooks; its workers do with this one.
     session.install(*pins, "--no-deps", "verl")
     verl_imports = ("pillow", "tensordict", "ray", "omegaconf", "codetiming", "fastapi", "uvicorn")
-    session.install(*pins, *verl_imports, "peft", "hydra-core", "torchft")
+    session.install(*pins, *verl_imports, "peft", "hydra-core")
     session.install(*pins, "torchtitan", "triton")  # its kernels are imported, not run
     session.run(
         *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
         *(
             f"tests/frameworks/test_{name}.py"
-            for name in ("hooks", "verl", "torchft", "ray", "whole_programs")
+            for name in ("hooks", "verl", "ray", "whole_programs")
         ),
         "tests/examples/test_blocks.py",
         env={"TEST_FRAMEWORKS_TABLE": "docs/trainers.md"},

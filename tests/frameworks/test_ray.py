@@ -152,8 +152,8 @@ def test_actors_are_offloaded_and_reloaded_from_the_driver(variables: dict[str, 
             assert len(str(died.value)) < 500
 
 
-def fitted(variables: dict[str, str], folder: Path, way: str = "") -> tuple[list[Any], list[str]]:
-    (result,) = run_ranks(fit, 1, args=(variables, folder, way), timeout=400, env=RAY)
+def fitted(variables: dict[str, str], folder: Path) -> tuple[list[Any], list[str]]:
+    (result,) = run_ranks(fit, 1, args=(variables, folder), timeout=400, env=RAY)
     return result
 
 
@@ -170,18 +170,6 @@ def test_ray_train_with_a_cycle_after_every_step_is_bit_equal(
     cycles = [worker.pop("cycles") for worker in (*plain, *cycled)]
     assert cycles == [*[[]] * 2, *[[[1, "offloaded"]] * 8] * 2]
     assert cycled == plain
-
-
-@pytest.mark.frameworks
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", ["return", "exception", "exit", "SIGTERM"])
-def test_workers_of_ray_train_end_while_their_groups_are_offloaded(
-    way: str, variables: dict[str, str], tmp_path: Path
-) -> None:
-    """Ray Train raises the same as without reloadpg."""
-    plain = fitted({**variables, "RELOADPG_AUTOINSTALL": "0"}, tmp_path / "plain", way)
-    assert bool(plain[1]) == (way != "return")
-    assert fitted(variables, tmp_path / "asleep", way) == plain
 
 
 def test_local_ranks_are_counted_on_each_node_in_any_order_of_nodes() -> None:

@@ -13,8 +13,6 @@ from typing import Any
 
 import psutil
 
-from .asleep import WAYS
-
 RANKS = 4
 PAIRS = ((0, 2), (1, 3))
 BOUND_S = 180.0
@@ -121,7 +119,7 @@ def a_ray(variables: dict[str, str]) -> Iterator[Path]:
 
 
 def train(config: dict[str, Any]) -> None:
-    """A user's training loop for Ray Train: cycles after every step, or an end while offloaded."""
+    """A user's training loop for Ray Train: cycles after every step."""
     import ray.train.torch
     import torch
     import torch.distributed as dist
@@ -134,20 +132,13 @@ def train(config: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(torch.nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     generator = torch.Generator().manual_seed(rank)
-    for step in range(8):
+    for _ in range(8):
         batch = torch.randn(4, 6, generator=generator)
         optimizer.zero_grad()
         loss = (model(batch) - batch.sum(1, keepdim=True).tanh()).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        if config["way"] and step == 2:
-            dist.barrier()
-            if reloadpg.is_installed():
-                reloadpg.offload()
-            if config["way"] == "return":
-                return
-            WAYS[config["way"]]()
         if reloadpg.is_installed():
             with reloadpg.offloaded() as report:
                 cycles.append([len(report.groups), reloadpg.status().state])
@@ -158,7 +149,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def fit(
-    rank: int, size: int, variables: dict[str, str], folder: Path, way: str
+    rank: int, size: int, variables: dict[str, str], folder: Path
 ) -> tuple[list[Any], list[str]]:
     """Run `train` on two workers of Ray Train; return their results, and the types of errors.
 
@@ -172,7 +163,7 @@ def fit(
 
         trainer = ray.train.torch.TorchTrainer(
             train,
-            train_loop_config={"way": way, "folder": str(folder)},
+            train_loop_config={"folder": str(folder)},
             torch_config=ray.train.torch.TorchConfig(backend="gloo"),
             scaling_config=ray.train.ScalingConfig(num_workers=2),
             run_config=ray.train.RunConfig(storage_path=str(storage), name="run"),

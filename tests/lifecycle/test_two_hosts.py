@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from helpers.launching import HELPERS
-from helpers.two_hosts_job import ALLOWANCE_S, BOUND_S, program_of
+from helpers.programs import program_on_two_hosts
 from helpers.worlds import SILENCE
 
 import reloadpg
@@ -31,8 +31,6 @@ LINK = "veth0"
 STORE_ADDRESSES = ("10.199.1.1", "10.199.1.2")
 STORE_LINK = "veth1"
 """Addresses and link of a separate network for the store, as with InfiniBand and Ethernet."""
-DOWN_S = 5.0
-"""Duration of an outage, in seconds."""
 
 
 def ip(*words: str) -> None:
@@ -55,8 +53,6 @@ def _why_not() -> str:
 
 REASON = _why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON or "never")]
-
-OUTAGES = ("step", "recover")
 
 
 class Hosts:
@@ -143,12 +139,6 @@ class Hosts:
         for rank in range(ranks):
             (self.folder / folder / f"{name}.{rank}").write_text("")
 
-    def cut_at(self, ranks: int, folder: str = "") -> None:
-        """Cut the link when all ranks are ready for it, and let them continue."""
-        self.await_all("here", ranks, folder)
-        self.cut()
-        self.let_go(ranks, folder)
-
     def await_all(self, name: str, ranks: int, folder: str = "", seconds: float = LIMIT_S) -> None:
         """Wait for a file of each rank; fail with the output if a rank fails, or at the limit."""
         end = time.monotonic() + seconds
@@ -156,6 +146,11 @@ class Hosts:
             if time.monotonic() > end or any(one.poll() for one in self.launchers):
                 pytest.fail(f"{folder} {name}: missing on some ranks\n{self.logs()}")
             time.sleep(0.02)
+
+    def await_ends(self) -> None:
+        for launcher in self.launchers:
+            # An agent of torchrun waits 300 s for that of the other host, over the link.
+            assert launcher.wait(LIMIT_S + 300) == 0, self.logs()
 
     def end(self) -> None:
         for launcher in self.launchers:
@@ -192,72 +187,34 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
 def test_a_cycle_over_two_hosts(tmp_path: Path) -> None:
     """Torchrun counts two nodes; every group is rebuilt, and sums over both of them."""
     with two_hosts(tmp_path) as hosts:
-        hosts.launch("point", "")
+        hosts.launch()
         hosts.await_all("done", 2)
-        for launcher in hosts.launchers:
-            assert launcher.wait(LIMIT_S) == 0, hosts.logs()
-
-
-@pytest.mark.parametrize("point", ["reload.enter", "reload.group1", "reload.done"])
-def test_a_link_that_is_cut_during_a_reload(tmp_path: Path, point: str) -> None:
-    """It is cut at the start, in a group's rebuild, or before the last barrier (failures
-    14 and 16).
-
-    The ranks of both hosts raise within the timeout and name ranks, or the unresponsive store. No
-    group is live.
-    """
-    with two_hosts(tmp_path) as hosts:
-        hosts.make_fifos(2)
-        hosts.launch("point", point)
-        hosts.cut_at(2)
-        hosts.await_all("done", 2, seconds=BOUND_S + ALLOWANCE_S + 10)
-
-
-@pytest.mark.parametrize("addresses", [ADDRESSES, STORE_ADDRESSES], ids=["same", "other"])
-def test_a_link_that_is_down_for_five_seconds(tmp_path: Path, addresses: tuple[str, str]) -> None:
-    """It is down in a step, or in a recovery: all ranks repeat the failed step.
-
-    The store is on the link that goes down, or on another one.
-    """
-    with two_hosts(tmp_path) as hosts:
-        for outage in OUTAGES:
-            (hosts.folder / outage).mkdir()
-            hosts.make_fifos(4, outage)
-        hosts.launch("outages", *OUTAGES, ranks_of_a_host=2, addresses=addresses)
-        for outage in OUTAGES:
-            hosts.cut_at(4, outage)
-            time.sleep(DOWN_S)
-            hosts.join()
-            hosts.await_all("done", 4, outage)
+        hosts.await_ends()
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_programs(seed: int, tmp_path: Path) -> None:
     """Random calls in which the link is down until they have ended on all ranks.
 
-    So the outage is longer than every timeout. Then one call on all ranks makes all groups live.
-    ``FAULT_PROGRAMS`` is the number of programs.
+    So the outage is longer than every timeout. Then one call on all ranks makes all groups live
+    (failures 14, 16 and 35). ``FAULT_PROGRAMS`` is the number of programs.
     """
-    program = program_of(seed)
-    size = 2 * program.ranks_of_a_host
+    program, ranks_of_a_host, other_link = program_on_two_hosts(seed)
+    (job,) = program.jobs
     with two_hosts(tmp_path) as hosts:
-        parts = [str(number) for number in range(len(program.parts))]
+        parts = [str(place) for place, step in enumerate(job.steps) if step.fault is not None]
         for part in parts:
             (hosts.folder / part).mkdir()
-            hosts.make_fifos(size, part)
-            hosts.make_fifos(size, part, "up")
-        hosts.launch(
-            "program",
-            str(seed),
-            ranks_of_a_host=program.ranks_of_a_host,
-            addresses=STORE_ADDRESSES if program.other_link else ADDRESSES,
-        )
+            hosts.make_fifos(program.size, part)
+            hosts.make_fifos(program.size, part, "up")
+        addresses = STORE_ADDRESSES if other_link else ADDRESSES
+        hosts.launch(str(seed), ranks_of_a_host=ranks_of_a_host, addresses=addresses)
         for part in parts:
-            hosts.cut_at(size, part)
-            hosts.await_all("over", size, part)
+            hosts.await_all("here", program.size, part)
+            hosts.cut()
+            hosts.let_go(program.size, part)
+            hosts.await_all("over", program.size, part)
             hosts.join()
-            hosts.let_go(size, part, "up")
-        hosts.await_all("done", size)
-        for launcher in hosts.launchers:
-            # An agent of torchrun waits 300 s for that of the other host, over the link.
-            assert launcher.wait(LIMIT_S + 300) == 0, hosts.logs()
+            hosts.let_go(program.size, part, "up")
+        hosts.await_all("done", program.size)
+        hosts.await_ends()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fault_job import Injected
 from helpers.nccl_job import (
     ABORT_LEAVES,
     CAN_SUSPEND,
@@ -199,51 +197,10 @@ def test_offloaded_groups_can_be_destroyed_and_aborted(engine: str, rank: int) -
     dist.distributed_c10d._abort_process_group()
 
 
-def go_wrong(rank: int, group: Any, fault: Any) -> None:
-    if fault == "late" and rank == 1:
-        waited = threading.Event()
-        for _ in range(int(HANG_S * 10)):
-            if reloadpg.recovery.recovery_requested():
-                raise Injected("rank 0 has requested a recovery")
-            waited.wait(0.1)
-        raise AssertionError("rank 0 did not detect that rank 1 is late")
-    # A wait for the device lasts until this timeout, also if the peer has aborted.
-    dist.distributed_c10d._set_pg_timeout(SHORT, group)
-    if rank == 0 and fault != "late":
-        standins.inject(Fault(fault, "collective", rank=0, times=1))
-
-
 def recover(group: Any) -> None:
     """Recover with a long timeout: the rebuilt group has that of the failed one, and connects."""
     dist.distributed_c10d._set_pg_timeout(LIMIT, group)
     reloadpg.recovery.recover()
-
-
-@pytest.mark.parametrize("fault", ["late", "async", "fail"])
-@on_engines(2)
-def test_a_step_is_repeated_whose_collective_was_aborted(
-    engine: str, fault: str, rank: int
-) -> None:
-    """After a late rank, an asynchronous error, and a failed call.
-
-    The aborted collective leaves wrong values and raises nothing: the step is not complete.
-    """
-    start(rank, recoverable=True)
-    group: Any = dist.group.WORLD
-    summed(None, rank)
-
-    def step(number: int, attempt: int) -> float:
-        dist.distributed_c10d._set_pg_timeout(LIMIT, group)
-        if (number, attempt) == (2, 1):
-            go_wrong(rank, group, fault)
-        tensor = torch.tensor([float(number + rank)]).cuda()
-        dist.all_reduce(tensor)
-        return tensor.item()
-
-    done = repeat(step, 4, partial(recover, group))
-    assert [value for _, value in done] == [1.0, 3.0, 5.0, 7.0]
-    # The other rank may not have left the step before when this one fails; then both repeat that.
-    assert sum(attempts for attempts, _ in done) > 4
 
 
 @on_engines(2)
@@ -396,22 +353,6 @@ def test_the_report_says_how_much_host_memory_is_pinned(engine: str, rank: int) 
     assert report.pinned_bytes >= 2 * 480 * MIB
     assert reloadpg.reload().pinned_bytes == 0
     assert standins.pinned_bytes() == live
-
-
-@pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend")
-@pytest.mark.parametrize("call", ["suspend", "resume"])
-@pytest.mark.parametrize("action", ["fail", "hang"])
-@on_engines(3)
-def test_a_suspend_or_resume_that_fails_or_hangs_on_one_rank_raises_on_all(
-    engine: str, action: Any, call: Any, rank: int
-) -> None:
-    """The operation fails on all ranks, or reaches the timeout; the next cycles are right."""
-    fault = Fault(action, call, rank=0, times=1 if action == "fail" else None)
-    errors = cycle_with_overlapping_groups(rank, 3, fault)
-    assert len(errors) == 1
-    if action == "fail":
-        here = "ReleaseError" if call == "suspend" else "RebuildError"
-        assert errors == [here if rank == 0 else "PeerFailedError"]
 
 
 @pytest.mark.skipif(
