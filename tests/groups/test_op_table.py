@@ -68,6 +68,17 @@ def reloadable():
     return run_ranks(_job, RANKS, args=(True,), timeout=180)
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_values_in_a_debug_mode_of_torch(reloadable):
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps each backend that it creates."""
+    variables = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    detailed = run_ranks(_job, RANKS, args=(True,), env=variables, timeout=300)
+    for plain, found in zip(reloadable, detailed, strict=True):
+        values = [{key: one.value for key, one in stage[3].items()} for stage in (plain, found)]
+        assert values[0] == values[1]
+
+
 def _of_row(job, row, stage="fresh"):
     """The results of a row at a stage, by rank."""
     return [

@@ -988,10 +988,6 @@ UNSUPPORTED_BY_NCCL = {
 }
 """Rows that stock torch refuses on NCCL."""
 
-HANGS_IN_DETAIL = {"batch_isend_irecv"} if TorchVersion(torch.__version__) < "2.9" else set()
-"""With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` and NCCL, plain torch 2.8.0 does not coalesce a batch, so
-two ranks that both send first wait for each other until torch's timeout."""
-
 
 def asks_for_backend(name: str) -> bool:
     """Whether the operator of a row asks the C++ object of the group for its backend itself.
