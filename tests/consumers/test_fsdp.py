@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import pytest
 import torch
 from helpers import worlds
 from helpers.consumer_run import Run
@@ -13,8 +11,7 @@ from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -89,50 +86,3 @@ def fsdp2_program(run: Run) -> dict[str, Any]:
 
 class TestFSDP2(ConsumerTests):
     consumer = Consumer(fsdp2_program, 4, groups=3)
-
-
-def fsdp1_program(run: Run) -> dict[str, Any]:
-    """FSDP1 on CPU tensors over gloo: full, gradient-only and no sharding."""
-    # FSDP1 warns on each use that it is superseded, and that CPU copies are its fallback.
-    warnings.simplefilter("ignore")
-    models, optimizers, losses = {}, {}, {}
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
-        model = FullyShardedDataParallel(
-            blocks(),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            sharding_strategy=ShardingStrategy[strategy],
-            device_id=run.device,
-            use_orig_params=strategy == "FULL_SHARD",
-        )
-        models[strategy] = model
-        optimizers[strategy] = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses[strategy] = []
-    for step in range(8):
-        for name, model in models.items():
-            generator = worlds.generator(1000 * step + run.rank)
-            loss = model(torch.randn(5, 10, generator=generator)).square().mean()
-            loss.backward()
-            model.clip_grad_norm_(0.5)
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            losses[name].append(loss)
-        if step in (2, 4, 6):
-            run.cycle()
-    results = {}
-    for name, model in models.items():
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            parameters = {k: v.detach().clone() for k, v in model.named_parameters()}
-        optimizer = FullyShardedDataParallel.full_optim_state_dict(
-            model, optimizers[name], rank0_only=False
-        )
-        results[name] = {
-            "losses": losses[name],
-            "parameters": parameters,
-            "optimizer": optimizer["state"],
-        }
-    return results
-
-
-@pytest.mark.slow
-class TestFSDP1(ConsumerTests):
-    consumer = Consumer(fsdp1_program, 2)

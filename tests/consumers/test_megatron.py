@@ -1,7 +1,5 @@
 """megatron-core's own groups: ``initialize_model_parallel`` and its getters.
 
-Its layers and its schedule are in ``tests/frameworks/test_megatron_training.py``.
-
 megatron-core is in the ``test`` extra; without it these tests fail, they are not skipped.
 """
 

@@ -11,13 +11,6 @@ from helpers import worlds
 from helpers.consumer_run import SIM_PLAIN, SIM_RELOADED
 from helpers.consumer_tests import Consumer, ConsumerTests
 from test_checkpoint import checkpoint_program
-from test_fsdp import fsdp2_program
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-class TestFSDP2(ConsumerTests):
-    consumer = Consumer(fsdp2_program, 4, reloaded=SIM_RELOADED, groups=3)
 
 
 @worlds.unbound_only

@@ -1,4 +1,4 @@
-"""Programs of others, whole: with a cycle after every step, and ended while offloaded.
+"""Programs of others, whole, with a cycle after every step.
 
 ``nox -s frameworks`` runs all of them, with the versions of ``constraints.txt``.
 """
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
-from helpers import asleep
 from helpers.launching import (
     DEEPSPEED,
     HELPERS,
@@ -33,8 +32,6 @@ class Program(NamedTuple):
     script: Path
     ranks: int = 2
     environment: Mapping[str, str] = {}
-    interrupted: int = -2
-    """Its exit code after Ctrl-C."""
 
 
 SCRIPTS = HERE / "scripts"
@@ -43,28 +40,13 @@ PROGRAMS = {
     "fabric": Program(SCRIPTS / "with_fabric.py"),
     "megatron": Program(SCRIPTS / "with_megatron.py", ranks=4),
     "transformers": Program(SCRIPTS / "hook_transformers.py"),
-    "lightning": Program(SCRIPTS / "hook_lightning.py", interrupted=1),
+    "lightning": Program(SCRIPTS / "hook_lightning.py"),
     "trl": Program(SCRIPTS / "hook_trl.py"),
     "deepspeed": Program(SCRIPTS / "hook_deepspeed.py", environment=DEEPSPEED),
-    "verl": Program(SCRIPTS / "with_verl.py", environment=DEEPSPEED, interrupted=1),
-    "torchft": Program(SCRIPTS / "with_torchft.py", ranks=4),
+    "verl": Program(SCRIPTS / "with_verl.py", environment=DEEPSPEED),
     "torchtitan": Program(SCRIPTS / "with_torchtitan.py", ranks=4),
 }
 """The scripts of hooks run without their hook."""
-
-IN_THE_GATE = {("accelerate", "SIGTERM"), ("fabric", "exit")}
-"""Marked slow; the others run at night, with the frameworks."""
-
-CASES = [
-    pytest.param(
-        name,
-        way,
-        marks=pytest.mark.slow if (name, way) in IN_THE_GATE else pytest.mark.frameworks,
-    )
-    for name in PROGRAMS
-    for way in ("return", *asleep.WAYS)
-    if (name, way) != ("lightning", "SIGTERM")  # its handler does not end it; a separate test
-]
 
 LIMIT_S = 500.0
 pytestmark = pytest.mark.timeout(1100)
@@ -73,10 +55,9 @@ PATHS = os.pathsep.join(map(str, (ROOT, HELPERS.parent)))
 NOTICES = re.compile(
     r"hostname of the client socket cannot be retrieved|\[c10d\] waitForInput: "
     r"|^\[Gloo\] Rank \d is connected to "
-    r"|^[\dT:.-]+ \[\w+\] \[torchft::|^\[replica "
-    r"|asleep\.py|^ +[~^]+$|site-packages|Warning: |^\s+warnings\.warn"
+    r"|^ +[~^]+$|site-packages|Warning: |^\s+warnings\.warn"
 )
-"""Lines that differ from run to run, and those of the helper."""
+"""Lines that differ from run to run."""
 
 
 class Ended(NamedTuple):
@@ -128,30 +109,6 @@ def program(name: str) -> Program:
     if name == "deepspeed":
         build_deepspeed()
     return PROGRAMS[name]
-
-
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_a_program_ends_while_its_groups_are_offloaded(
-    program: Program, way: str, tmp_path: Path
-) -> None:
-    """Exit codes and what is printed are those of the program without reloadpg; nothing hangs."""
-    helper = HELPERS / "asleep.py"
-    plain = run(program, tmp_path / "plain", helper, way, 0)
-    codes = {"return": 0, "exception": 1, "exit": 3, "SIGTERM": -15, "SIGINT": program.interrupted}
-    assert plain.codes == [codes[way]] * program.ranks, plain
-    assert run(program, tmp_path / "asleep", helper, way, 1) == plain
-
-
-@pytest.mark.frameworks
-def test_lightning_gets_an_error_if_it_handles_sigterm_while_its_groups_are_offloaded(
-    tmp_path: Path,
-) -> None:
-    """Its handler runs a broadcast, after which plain Lightning goes on and ends by itself."""
-    program, helper = PROGRAMS["lightning"], HELPERS / "asleep.py"
-    assert run(program, tmp_path / "plain", helper, "SIGTERM", 0).codes == [0, 0]
-    ended = run(program, tmp_path / "asleep", helper, "SIGTERM", 1)
-    assert ended.codes == [1, 1]
-    assert all("GroupOffloadedError: broadcast" in text for text in ended.stderr), ended
 
 
 @pytest.mark.frameworks

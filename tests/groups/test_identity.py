@@ -24,7 +24,6 @@ from helpers.tables import (
     meet_at_rank_0,
     mentions,
     resolves_to,
-    store_closed_by_rank_0,
     summed,
     world_tables,
 )
@@ -33,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
 import reloadpg
-from reloadpg import GroupOffloadedError, ReloadableProcessGroup
+from reloadpg import ReloadableProcessGroup
 from reloadpg.errors import GroupDestroyedError, GroupPickleError
 from reloadpg.extend import managed
 from reloadpg.rendezvous import store_client
@@ -191,6 +190,7 @@ def test_other_ranks_get_what_torch_returns(job, stock):
     assert job[2]["outside"].keys() >= {"new_group, a pair", *local}
 
 
+@pytest.mark.guarantees
 @pytest.mark.matrix
 def test_the_proxy_is_the_group_in_every_generation(job, stock):
     """In each table in which torch has the group, which are as long as torch's (failure 1).
@@ -234,6 +234,7 @@ class _Holder(torch.nn.Module):
         self.group = group
 
 
+@pytest.mark.guarantees
 @pytest.mark.matrix
 @pytest.mark.ranks(3)
 def test_copies_and_pickles_are_the_same_object(rank):
@@ -341,52 +342,6 @@ def test_a_destroyed_group_is_forgotten_and_not_rebuilt(rank, state):
     assert before == after
 
 
-def _end_job(rank, life, folder):
-    """Destroy all groups, and return when rank 0's store server has ended."""
-    meet_at_rank_0(rank, f"life {life}")
-    dist.destroy_process_group()
-    store_closed_by_rank_0(rank, folder / f"closed {life}")
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(2, store="rank0")
-@pytest.mark.parametrize("state", ["live", "offloaded", "world=False"])
-def test_a_job_can_end_and_start_again_in_the_same_process(rank, state, tmp_path):
-    """``destroy_process_group()``, live or offloaded, then another job (failure 5).
-
-    Rank 0's store ends with the default group, so the next job finds no old keys.
-    """
-    world = state != "world=False"
-    install(world=world)
-    old = []
-    for life in range(3):
-        worlds.init(timeout=TIMEOUT)
-        old.append(dist.group.WORLD if world else life)  # a plain group itself keeps its store
-        pair = dist.new_group([0, 1])
-        assert isinstance(dist.group.WORLD, ReloadableProcessGroup) == world
-        assert isinstance(pair, ReloadableProcessGroup)
-        assert reloadpg.status().generation == 0
-        assert (summed(None, rank), summed(pair, rank)) == (3, 3)
-        one_cycle()
-        one_cycle()
-        assert (summed(None, rank), summed(pair, rank)) == (3, 3)
-        assert pair.generation == 2
-        inner = weakref.ref(pair._managed.communicator)
-        if state == "offloaded":
-            reloadpg.offload()
-        _end_job(rank, life, tmp_path)
-        assert {name: n for name, n in lengths().items() if n and name != "tags_to_pg"} == {}
-        assert pair.state == "destroyed"
-        assert inner() is None
-        assert not reloadpg.offload().changed
-        assert not reloadpg.reload().changed
-        assert not reloadpg.status().initialized
-        if world:
-            assert old[-1].state == "destroyed"
-            assert _raises(old[-1].allreduce, [torch.ones(1)]) is GroupDestroyedError
-    assert len({id(one) for one in old}) == 3
-
-
 @pytest.mark.matrix
 @pytest.mark.ranks(2, store="rank0")
 @pytest.mark.parametrize("delay", [0, 0.5])
@@ -440,55 +395,6 @@ def test_the_store_of_a_job_is_not_found_after_its_end():
 
 # ---------------------------------------------------------------------------------------------
 # which groups are reloadable, and from when on
-
-
-@pytest.mark.ranks(2)
-def test_the_generation_of_a_group_is_the_jobs_number_of_reloads_when_it_was_built():
-    """Not the number of its rebuilds, which differs for a group that was created later."""
-    install()
-    worlds.init()
-    first = dist.new_group([0, 1])
-    one_cycle()
-    later = dist.new_group([0, 1])
-    assert (first.generation, later.generation) == (1, 0)
-    one_cycle()
-    assert (first.generation, later.generation) == (2, 2)
-    shown = {group.name: group.generation for group in reloadpg.status().groups}
-    assert shown[later.group_name] == reloadpg.status().generation == 2
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(3)
-def test_a_group_created_while_offloaded_is_live_and_kept_by_the_reload(rank):
-    """It is not rebuilt by that reload, and takes part in the next cycle (failure 22)."""
-    start()
-    before = dist.new_group([0, 1, 2])
-    reloadpg.offload()
-    made = dist.new_group([0, 1], group_desc="made while offloaded")
-    assert (dist.new_group([1, 2]) is dist.GroupMember.NON_GROUP_MEMBER) == (rank == 0)
-    # Its name is a hash of the ranks and of how many groups the caller knows (since torch 2.15: of
-    # how many were created): three on each of its ranks.
-    local = dist.new_group([0, 2], use_local_synchronization=True)
-    mine = {before: 7, dist.group.WORLD: 7}
-    if rank < 2:
-        assert (made._managed.is_live, summed(made, rank)) == (True, 3)
-        inner = made._managed.communicator
-        mine[made] = 3
-    if rank != 1:
-        assert (local._managed.is_live, summed(local, rank)) == (True, 5)
-        mine[local] = 5
-    assert _use(before) is _use(None) is GroupOffloadedError
-    reloadpg.reload()
-    if rank < 2:
-        assert made._managed.communicator is inner
-        assert made.generation == 0
-        del inner
-    assert [summed(group, rank) for group in mine] == list(mine.values())
-    one_cycle()
-    assert before.generation == 2
-    if rank < 2:
-        assert made.generation == 2
-    assert [summed(group, rank) for group in mine] == list(mine.values())
 
 
 @pytest.mark.ranks(1)

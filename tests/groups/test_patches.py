@@ -49,6 +49,8 @@ def _assert_torchs_own(before):
     assert all(value is before[key] for key, value in _bound().items())
 
 
+@pytest.mark.guarantees
+@pytest.mark.matrix
 @pytest.mark.ranks(1)
 def test_every_name_is_patched_once_and_restored():
     """Also names in modules that imported the function before ``install``, or imported the wrapper

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from helpers import worlds
-from helpers.jobs import TIMEOUT, install, one_cycle
+from helpers.jobs import TIMEOUT, install
 from helpers.tables import expected_sum, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
@@ -185,6 +185,7 @@ def _timeout(group):
     return backend.options._timeout.total_seconds()
 
 
+@pytest.mark.guarantees
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
 def test_what_was_set_on_the_live_group_holds():
@@ -219,6 +220,7 @@ def test_what_was_set_on_the_live_group_holds():
 # which ranks take part
 
 
+@pytest.mark.guarantees
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "in_callback",
@@ -258,39 +260,6 @@ def test_only_members_replay(rank, in_callback):
         assert replayed == sorted(mine + [[0, 1]] * (cycle == 0 and rank < 2))
     for ranks, group in zip(made, groups, strict=True):
         assert rank not in ranks or summed(group, rank) == expected_sum(ranks)
-
-
-def _ring(rank, world_size):
-    """Each pair of neighbours creates a group without the other ranks."""
-    install()
-    worlds.init(timeout=TIMEOUT)
-    # By torch's rule for the names, a group must be the n-th of both members: even pairs first.
-    even = (rank - rank % 2, rank - rank % 2 + 1)
-    odd = tuple(sorted((rank, (rank + 1 if rank % 2 else rank - 1) % world_size)))
-    pairs = [even, odd, even, odd]
-    groups = [dist.new_group(list(pair), use_local_synchronization=True) for pair in pairs]
-    orders = []
-    for _ in range(3):
-        one_cycle()
-        for pair, group in zip(pairs, groups, strict=True):
-            assert summed(group, rank) == expected_sum(pair)
-        orders.append([entry.name for entry in reloadpg.status().groups][1:])
-    made = [group.group_name for group in groups]
-    return {"made": made, "orders": orders, "generations": {group.generation for group in groups}}
-
-
-@pytest.mark.matrix
-def test_overlapping_local_groups_reload_in_one_order():
-    """Rings {0,1}, {1,2}, {2,3}, {3,0}, each created by its members only, do not deadlock.
-
-    (failures 12, 14)
-    """
-    results = run_ranks(_ring, 4, timeout=240)
-    for facts in results:
-        assert facts["generations"] == {3}
-        assert facts["orders"] == [sorted(facts["made"])] * 3
-    # Some rank reloads in another order than it created: otherwise the test shows nothing.
-    assert any(facts["made"] != sorted(facts["made"]) for facts in results)
 
 
 # ---------------------------------------------------------------------------------------------

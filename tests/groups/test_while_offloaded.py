@@ -93,6 +93,7 @@ def test_no_operation_succeeds_while_offloaded(row, table):
     assert seen > 0
 
 
+@pytest.mark.guarantees
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
 def test_every_method_that_needs_a_communicator_raises():
@@ -118,6 +119,7 @@ class _NotOurs:
     """In the place of a class of torchcomms, which is not installed."""
 
 
+@pytest.mark.guarantees
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
 def test_a_query_returns_a_backend_whose_every_use_raises(rank):
@@ -233,6 +235,7 @@ def _answers(group, mesh):
     }
 
 
+@pytest.mark.guarantees
 @pytest.mark.matrix
 @pytest.mark.xfail(
     worlds.WORLD == "nccl-bound" and TorchVersion(torch.__version__) < "2.15",

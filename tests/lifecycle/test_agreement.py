@@ -90,6 +90,7 @@ if not worlds.NCCL:  # there, such groups connect at their creation, or do not d
     DIFFERENCES.append(other_creations_on_one_rank)
 
 
+@pytest.mark.guarantees
 @worlds.unbound_only
 @pytest.mark.ranks(3)
 def test_ranks_that_disagree_all_raise_and_change_nothing() -> None:

@@ -36,6 +36,8 @@ def test_each_group_is_progress():
     assert counts == [4, 4]
 
 
+@pytest.mark.guarantees
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("machine", sampled(["runs", "is stopped at the timeout"], "runs"))

@@ -25,7 +25,7 @@ from datetime import timedelta
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if INSTALLED:
     simulated.register()
-    reloadpg.install(backends={BACKEND}, timeout=timedelta(seconds=60))
+    reloadpg.install(backends={BACKEND}, timeout=timedelta(seconds=SECONDS))
 dist.init_process_group(BACKEND if INSTALLED else "gloo", rank=rank, world_size=size)
 group = dist.new_group([0, 1])
 def meet():  # on the store: a rank that ends while the other one still connects makes that fail
@@ -108,14 +108,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     assert server.stdout is not None
     stdin, stdout = server.stdin, server.stdout
 
-    def run(body: str, *, installed: bool = True, backend: str = "gloo") -> Ended:
+    def run(
+        body: str, *, installed: bool = True, backend: str = "gloo", seconds: float = 60
+    ) -> Ended:
         folder = tmp_path_factory.mktemp("ended")
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
         place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         files = [str(folder / str(rank)) for rank in range(2)]
         job = {
-            "program": f"INSTALLED, BACKEND = {installed}, {backend!r}\n{PRELUDE}{body}",
+            "program": f"INSTALLED, BACKEND, SECONDS = {installed}, {backend!r}, {seconds}\n"
+            f"{PRELUDE}{body}",
             "environments": [{**place, "RANK": str(rank)} for rank in range(2)],
             "stderr": files,
             "seconds": 120.0,
@@ -246,3 +249,22 @@ dist.barrier()
 sys.exit(code)
 """)
     assert ended == Ended([3, 3], ["", ""])
+
+
+@pytest.mark.slow
+def test_a_process_ends_while_a_thread_is_stuck_in_a_rebuild(run: Run) -> None:
+    """The rebuild has timed out and still blocks its thread."""
+    ended = run(
+        """    pass
+reloadpg.offload()
+if rank == 1:
+    simulated.inject(simulated.Fault("create", "stall"))
+try:
+    reloadpg.reload()
+except reloadpg.RendezvousTimeoutError:
+    sys.exit(3)
+""",
+        backend="sim",
+        seconds=5,
+    )
+    assert ended.codes == [3, 3], ended

@@ -254,41 +254,6 @@ def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called(rank: i
 # -- consecutive recoveries -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-def test_consecutive_recoveries(rank: int) -> None:
-    """They follow at once, while offloaded, or after a rank has called alone."""
-    os.environ |= worlds.SILENCE
-    job = Job("gloo")
-    assert [reloadpg.recovery.recover(f"number {n}").generation for n in range(3)] == [1, 2, 3]
-
-    def check(name: str, generation: int) -> None:
-        (found,) = job.generations()
-        assert found >= generation, name
-        job.assert_live(found)
-        job.meet(name)
-
-    check("at once", 3)
-    reloadpg.recovery.recover("before")
-    reloadpg.offload()
-    reloadpg.recovery.recover("while offloaded")
-    reloadpg.recovery.recover("and again")
-    check("offloaded", 6)
-    reloadpg.recovery.recover("together")
-    if rank == FAULTY:  # it requests another one before the others have called anything
-        seen = attempt(lambda: reloadpg.recovery.recover("alone", timeout=0.5))
-        assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (0, 2, 3)), seen
-    job.meet("one has called")
-    assert reloadpg.recovery.recovery_requested()
-    reloadpg.recovery.recover()
-    check("once more", 8)
-    if rank != FAULTY:  # the work must not be referenced, for gloo
-        dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)
-    reloadpg.recovery.recover("the next collective hangs")
-    reloadpg.recovery.recover("so does the one after")
-    check("end", 10)
-
-
 @pytest.mark.ranks(2)
 def test_a_fault_names_the_line_of_the_program_and_its_collective(rank: int) -> None:
     """Frames within torch are omitted, and so is the collective if the program itself raises."""

@@ -133,50 +133,6 @@ def meet(name: str) -> None:
     store.wait([f"{name}/all"], timedelta(seconds=120))
 
 
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-def test_a_timeout_changed_before_the_first_use_holds(rank: int) -> None:
-    """With an absent peer, on the same backend. ``abort`` waits for no pending collective."""
-    start()
-    group: Any = dist.new_group(timeout=timedelta(seconds=300))
-    pending: Any = dist.new_group(timeout=timedelta(seconds=300))
-    dist.barrier(group=pending)
-    if rank == 0:
-        begun = time.monotonic()
-        backend = group._get_backend(CPU)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
-        assert backend.options._timeout == timedelta(seconds=1)
-        assert held() == HELD  # of the other group alone
-        with pytest.raises((RuntimeError, dist.DistStoreError)):
-            use(group)
-        assert time.monotonic() - begun >= 0.9
-        assert group._get_backend(CPU) is backend
-        assert backend.options._timeout == timedelta(seconds=1)
-        group.abort()
-        work = dist.all_reduce(torch.ones(1), group=pending, async_op=True)
-        pending.abort()
-        del work
-        assert time.monotonic() - begun < 200
-    meet("end")
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-def test_a_collective_that_waits_for_its_peer_does_not_block_the_store(rank: int) -> None:
-    start()
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        begun = time.monotonic()
-        while time.monotonic() < begun + 1:  # the transport waits for rank 1 now
-            store.add("asked", 1)
-        store.set("rank 1 may join", "")
-        work.wait()
-    else:
-        store.wait(["rank 1 may join"], timedelta(seconds=120))
-        use()
-
-
 @pytest.mark.ranks(2)
 def test_an_eager_group_connects_at_creation(rank: int) -> None:
     """Without its peer, the creation raises at its timeout, and no group is live or leaked."""
@@ -334,17 +290,6 @@ def test_a_fault_can_call_a_function_at_every_generation() -> None:
     reloadpg.reload()
     assert len(names) == 2
     assert all(name.startswith(f"{group.group_name}@") for name in names)
-
-
-@pytest.mark.ranks(1)
-def test_creations_and_releases_take_the_configured_time() -> None:
-    """Until the end of the block."""
-    start()
-    begun = time.monotonic()
-    with simulated.configured(creation_seconds=0.3, release_seconds=0.3):
-        group = alone()
-    group.shutdown()
-    assert time.monotonic() - begun >= 0.6
 
 
 @pytest.mark.ranks(2)
