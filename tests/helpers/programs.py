@@ -21,6 +21,8 @@ from helpers.worlds import CAN_SPLIT
 
 ADVANCES_COUNTER = TorchVersion(torch.__version__) >= "2.15"
 """Whether a creation with local synchronization counts for the names of later groups."""
+SPLIT_SHARES_OPTIONS = TorchVersion(torch.__version__) < "2.13"
+"""Whether torch writes the timeout of a split into the options of its parent (2.8.0, NCCL)."""
 WORLD = -1
 """The slot of the default group."""
 WORLD_TIMEOUT_S = 60.0
@@ -263,6 +265,8 @@ class Model:
         group = Group(members, desc or "undefined", float(timeout) if timeout else default)
         group.generation = 0 if self.exact else None
         self.groups[slot] = group
+        if kind == "split" and self.program.on_nccl and SPLIT_SHARES_OPTIONS:
+            self.groups[WORLD].timeout = None
         made = "reloadable" if group.managed else "as torch made it"
         return [made if rank in members else "no member" for rank in range(self.size)]
 
