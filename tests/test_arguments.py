@@ -44,7 +44,7 @@ def scope(seconds: Any) -> None:
 
 
 def init(**options: Any) -> None:
-    with environment.init_distributed("gloo", network="off", **options):
+    with environment.init_distributed("gloo", **options):
         pass
 
 
@@ -78,7 +78,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[Any, ...], tuple[Any, ...]
     "every": (lambda v: OffloadedPhase(every=v), INTEGERS, NO_INTEGERS),
     "run_ranks(world_size)": (lambda v: run_ranks(nothing, v), (), NO_INTEGERS),
     "run_ranks(timeout)": (lambda v: run_ranks(nothing, 1, timeout=v), (), NO_TIMES),
-    "init_distributed(adopt)": (lambda v: init(adopt=v), (), NO_FLAGS),
     "init_distributed(timeout)": (lambda v: init(timeout=v), TIMES[:4], NO_TIMES),
 }
 

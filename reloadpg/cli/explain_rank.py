@@ -134,7 +134,7 @@ class FakeRank:
     def _init_distributed(self, wrapped: Any, given: dict[str, Any]) -> Any:
         if not dist.is_initialized():
             dist.init_process_group(given.get("backend"))
-        context = wrapped(device=given.get("device"), seed=given.get("seed"), adopt=True)
+        context = wrapped(device=given.get("device"), seed=given.get("seed"))
         if (dims := given.get("mesh_dims")) is not None:
             sizes = environment.resolve_mesh_dims(dims, dist.get_world_size())
             shape, names = tuple(sizes.values()), tuple(sizes)

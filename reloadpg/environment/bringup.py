@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,20 +26,14 @@ from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Plan
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
-from ..settings import as_flag, as_timedelta
+from ..settings import as_timedelta
 from ..texts import named_ranks
-from .device import Placement, accelerator, choose_placement, parse_backend, parse_device
+from .device import Placement, accelerator, choose_placement, parse_device
 from .launchers import check_group, identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
-from .network import (
-    Network,
-    apply_network,
-    interface_in_use,
-    restore_network,
-    validate_network,
-)
-from .store import Place, claim_place, open_store
+from .network import interface_in_use, restore_interface, select_interface
+from .store import claim_place, open_store
 from .store_barrier import job_round
 from .teardown import OwnGroups, abort_groups
 
@@ -106,18 +99,19 @@ def init_distributed(
     device_id: torch.device | int | None = None,
     mesh_dims: Mapping[str, int] | None = None,
     seed: int | None = None,
-    adopt: bool = False,
-    network: Network = "auto",
     connect: Connect = "eager",
     store: Store | None = None,
 ) -> DistributedContext:
     """Set up distributed training in this process: default group, device, mesh and seed.
 
     Collective over the job; blocking, with the timeout ``init_timeout``; handles signals while it
-    waits. All arguments are validated before a socket is opened. Only the variables of ``network``
-    are written to ``os.environ``; they are restored when the groups are destroyed. Before the first
-    collective, the ranks agree through the store on world size, ranks, backend and mesh, so a
-    difference raises on all ranks.
+    waits. All arguments are validated before a socket is opened. Before the first collective, the
+    ranks agree through the store on world size, ranks, backend and mesh, so a difference raises on
+    all ranks.
+
+    In a job of several hosts ``GLOO_SOCKET_IFNAME``, if unset, is set to the interface that routes
+    to the rendezvous address, until the groups are destroyed: by default gloo uses the address of
+    the host name, which can be a loopback address. No other variable is written.
 
     An existing default group is adopted unchanged: ``owned`` is False, and a warning lists the
     requested settings that differ. Without ``mesh_dims``, this is local. A group that contradicts
@@ -142,11 +136,6 @@ def init_distributed(
             splits).
         mesh_dims: sizes for ``resolve_mesh_dims``; None creates no mesh.
         seed: passed to ``set_seed`` with the mesh; None sets no seed.
-        adopt: an existing group is expected: do not warn about settings that differ.
-        network: ``auto`` calls ``configure_network_environment()`` before connecting, and without
-            InfiniBand selects the interface that routes to the rendezvous address. It changes only
-            unset variables, and logs one line with the changes. ``off`` sets nothing. Nothing is
-            set if a default group exists, or in a world of 1.
         connect: ``eager`` connects the new groups with a small all-reduce on each, within
             ``init_timeout``, so that an unreachable interface is an error now and not a hang in the
             first step. ``canary`` also checks the sums. ``none`` lets the first collective connect,
@@ -167,9 +156,7 @@ def init_distributed(
     name_rank_in_records()
     timeout = None if timeout is None else as_timedelta(timeout, "timeout")
     init_timeout = as_timedelta(init_timeout, "init_timeout")
-    validate_network(network)
     validate(connect, "init_distributed")
-    adopt = as_flag(adopt, "adopt")
     if seed is not None:
         seed_for(seed, {}, {}, ())
     if store is not None and not isinstance(store, Store):
@@ -182,8 +169,7 @@ def init_distributed(
         check_group()
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
         used = parse_device(device) or _device_of(world)
-        if not adopt:
-            _warn_of_differences(world, backend, timeout)
+        _warn_of_differences(world, backend, timeout)
         environment = _environment_of_group()
         if sizes is not None:
             round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
@@ -200,12 +186,12 @@ def init_distributed(
             )
             mesh = creation.within(round_)
     else:
-        environment = identify(os.environ).environment(has_store=store is not None)
+        environment = identify(os.environ, address=store is None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
         placement = choose_placement(backend, device, device_id, environment.local_rank)
         used = placement.device
         if environment.world_size > 1:
-            apply_network(network, environment)
+            select_interface(environment)
         elif backend is None and sizes is None and store is None:
             placement.use()
             if seed is not None:
@@ -214,7 +200,7 @@ def init_distributed(
         try:
             mesh = bring_up(environment, placement, timeout, init_timeout, sizes, connect, store)
         except BaseException:
-            restore_network()
+            restore_interface()
             raise
     context = DistributedContext(environment, used, mesh, world is None, own)
     if seed is not None:
@@ -260,13 +246,7 @@ def bring_up(
     root = None if size == 1 else partial(PrefixStore, "barriers", store)
     seconds, difference = init_timeout.total_seconds(), ""
     if root is not None:
-        place = Place(
-            rank=rank,
-            world_size=size,
-            host=socket.gethostname(),
-            local_rank=environment.local_rank,
-        )
-        difference = claim_place(store, place, seconds)
+        difference = claim_place(store, environment, seconds)
     # A process that is refused is not counted, also on its host.
     rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
     if root is not None and not difference:
@@ -372,13 +352,6 @@ class _Creation:
         if self.sizes is not None:
             self.at = "creating the mesh"
             mesh = build_mesh(self.sizes, self.device.type, self.timeout)
-            logging.getLogger(__name__).info(
-                "mesh %s over %d ranks: rank %d is at %s",
-                _shown(self.sizes),
-                dist.get_world_size(),
-                dist.get_rank(),
-                _shown(dict(zip(self.sizes, mesh.get_coordinate() or (), strict=True))),
-            )
         for group in self.own.now() if self.connect != "none" else ():
             if attempt.abandoned or group.size() == 1:
                 continue
@@ -407,12 +380,9 @@ def _environment_of_group() -> DistributedEnvironment:
     """The launcher's environment if it matches the group; otherwise that of the group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with suppress(DistributedEnvironmentError):
-        identity = identify(os.environ)
-        if (identity.place.rank, identity.place.world_size) == (rank, world_size):
-            try:
-                return identity.environment()
-            except DistributedEnvironmentError:  # the ranks used no address
-                return identity.environment(has_store=True)
+        environment = identify(os.environ)  # without an address: that of the group is not known
+        if (environment.rank, environment.world_size) == (rank, world_size):
+            return environment
     place = (rank, None, world_size, None, None, None)
     return DistributedEnvironment("process_group", *place, master_port=None)
 
@@ -435,7 +405,10 @@ def _warn_of_differences(
     world: ProcessGroup, backend: str | None, timeout: timedelta | None
 ) -> None:
     differing, current = [], _timeout_of(world)
-    if backend is not None and not _is_same_backend(world, backend):
+    kinds = c10d.device_backends(world)
+    pairs = (f"{kind}:{name}" for kind, name in kinds.items())
+    has = {c10d.backend_of(world).lower(), *kinds.values(), *pairs}
+    if backend is not None and not has.issuperset(str(backend).lower().split(",")):
         differing.append(f"backend {backend!r} (it has {c10d.backend_of(world)!r})")
     # Gloo returns 60000 s as 60000.003 s on torch 2.15.
     slack = timedelta(milliseconds=10)
@@ -449,11 +422,3 @@ def _warn_of_differences(
             "applied: %s",
             ", ".join(differing),
         )
-
-
-def _is_same_backend(world: ProcessGroup, backend: str) -> bool:
-    wanted = parse_backend(backend, built=False)
-    has = c10d.device_backends(world)
-    if "" in wanted:
-        return wanted[""] in (c10d.backend_of(world).lower(), *has.values())
-    return all(has.get(kind) == name for kind, name in wanted.items())

@@ -30,11 +30,8 @@ class Placement:
             torch.get_device_module(self.device.type).set_device(self.device.index)
 
 
-def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
-    """Backend by device type; one backend for all is under ``""``. Local, pure.
-
-    ``built`` also requires that torch was built with it.
-    """
+def parse_backend(backend: str) -> dict[str, str]:
+    """Backend by device type; one backend for all is under ``""``. Local, pure."""
     text = backend.lower() if isinstance(backend, str) else ""
     pairs = [item.split(":") if ":" in item else ["", item] for item in text.split(",")]
     parsed = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
@@ -46,7 +43,7 @@ def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
         raise _error(f"backend={backend!r}: {unknown[0]!r} is unknown; known are {known}")
     for name in parsed.values():
         available = getattr(dist, f"is_{name}_available", None)
-        if built and available is not None and not available():
+        if available is not None and not available():
             raise _error(f"backend={backend!r}: this torch was built without {name}")
     return parsed
 

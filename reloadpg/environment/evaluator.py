@@ -58,7 +58,7 @@ def ensure_process_group(
     read = Variables(os.environ, "torchrun")
     if read.integer("WORLD_SIZE", minimum=1) == 1:
         return False
-    identity = identify(os.environ)  # the rank must be known even if each rank works alone
+    identify(os.environ)  # the rank must be known even if each rank works alone
     missing = [name for name in ADDRESS if name not in read]
     if missing:
         logging.getLogger(__name__).warning(
@@ -68,7 +68,7 @@ def ensure_process_group(
             " and ".join(missing),
         )
         return False
-    environment = identity.environment()
+    environment = identify(os.environ, address=True)
     import torch.distributed as dist
 
     if not dist.is_available():

@@ -10,24 +10,20 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
 
 from .model import (
     ADDRESS,
     LOOPBACK,
     DistributedEnvironment,
     DistributedEnvironmentError,
-    Identity,
     Variables,
     ip_of,
     on_nodes_of,
     port_from_ids,
 )
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -84,6 +80,7 @@ SLURM = Launcher(
     local_rank="SLURM_LOCALID",
     tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
     node_rank="SLURM_NODEID",
+    num_nodes="SLURM_STEP_NUM_NODES",
     hosts="SLURM_STEP_NODELIST",
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
@@ -116,9 +113,7 @@ UNKNOWN = {
 torchrun), an indexed job of Kubernetes. By the number of the task, the variables that are 1 if it
 is the only one."""
 
-SINGLE = Identity(
-    DistributedEnvironment("single", **on_nodes_of(1, 0, 1)), address=lambda: (LOOPBACK, 0)
-)
+SINGLE = DistributedEnvironment("single", **on_nodes_of(1, 0, 1))
 
 _COUNT = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
 _BRACKET = re.compile(r"\[([0-9]+)[0-9,-]*\]", re.ASCII)
@@ -138,18 +133,16 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
     4. a single process: rank 0 of 1. A warning names the variables if another launcher has set
        some (PMI, PMIx, MVAPICH2, LSF, ``PET_*``, ``JOB_COMPLETION_INDEX``).
 
-    Local and node ranks that are not set are inferred if that is certain: in a world of 1, if the
-    ranks meet on the loopback interface, and from another launcher with the same rank and world
-    size. Otherwise they are None. Some of torch's variables together with another launcher's (a
-    script that exports ``RANK`` and ``WORLD_SIZE`` from SLURM's) must agree with it.
+    Local and node ranks that are not set are inferred if that is certain: in a world of 1, and if
+    the ranks meet on the loopback interface. Otherwise they are None.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` are each used if set, with any launcher. Otherwise the ranks
     meet on the first host of SLURM's list, at a port derived from the ids of job and step. OpenMPI
     provides no address: on one host the ranks meet on the loopback interface; on several,
     ``MASTER_ADDR`` must be set. A world of 1 has port 0: any free port.
 
-    Warns if the ranks of a node are not consecutive, and if torch's variables have another rank or
-    world size than SLURM or OpenMPI (variables that an earlier job has left).
+    Warns if torch's variables have another rank or world size than SLURM or OpenMPI (variables that
+    an earlier job has left).
 
     Args:
         environ: the variables; ``os.environ`` if None.
@@ -159,42 +152,47 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
             ones), contradict each other, are empty, not numbers, or out of range. Also an OSError
             and a ValueError.
     """
-    return identify(os.environ if environ is None else environ).environment()
+    return identify(os.environ if environ is None else environ, address=True)
 
 
-def identify(environ: Mapping[str, str]) -> Identity:
-    """Return the identity of this process, without the address. Local, pure."""
-    read = Variables(environ, TORCHRUN.source)
-    if not read.any_of(TORCHRUN.marks):
-        return _from_launcher(environ) or _single(environ)
-    own = _from_torch(read)
-    if own is not None and all(name in read for name in TORCHRUN.required):
-        return _with_places(own, environ)
-    launcher = _from_launcher(environ)
-    if launcher is not None:
-        _check_agreement(read, launcher.place)
-        return launcher
-    if own is None:
-        read.require(TORCHRUN.required, TORCHRUN.marks)
-    return own or SINGLE
+def identify(environ: Mapping[str, str], *, address: bool = False) -> DistributedEnvironment:
+    """Return the identity of this process. Local, pure.
 
-
-def _from_torch(read: Variables) -> Identity | None:
-    """The identity from torch's variables, or None if they define no rank.
-
-    ``LOCAL_RANK=0`` alone only selects a device; it does not imply several ranks.
+    Without ``address`` none is required, and the port is None.
     """
-    if "WORLD_SIZE" in read and ("RANK" in read or read.integer("WORLD_SIZE", minimum=1) == 1):
-        return _from_row(TORCHRUN, read)
+    read = Variables(environ, TORCHRUN.source)
+    if not read.any_of(TORCHRUN.marks) or _selects_a_device(read):
+        return _from_launcher(environ, address) or _single(environ, address)
+    alone = "WORLD_SIZE" in read and read.integer("WORLD_SIZE", minimum=1) == 1
+    if not alone and ("RANK" not in read or "WORLD_SIZE" not in read):
+        read.require(TORCHRUN.required, TORCHRUN.marks)
+    own = _from_row(TORCHRUN, read, address)
+    _check_other_launcher(own, environ)
+    return own
+
+
+def _selects_a_device(read: Variables) -> bool:
+    """Whether only a local rank is set, of a process alone: it does not imply several ranks."""
     alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     if "WORLD_SIZE" in read or "RANK" in read:
-        return None
-    return (
-        SINGLE if all(read.integer(n) == least for n, least in alone.items() if n in read) else None
-    )
+        return False
+    return all(read.integer(name) == least for name, least in alone.items() if name in read)
 
 
-def _from_launcher(environ: Mapping[str, str]) -> Identity | None:
+def _check_other_launcher(mine: DistributedEnvironment, environ: Mapping[str, str]) -> None:
+    """Warn if SLURM or OpenMPI have started this process as another rank, or of another size."""
+    with suppress(DistributedEnvironmentError):
+        its = _from_launcher(environ, address=False)
+        # torchrun in each task sets its run id; a task may also start its ranks itself.
+        if its is None or "TORCHELASTIC_RUN_ID" in environ:
+            return
+        starts = (mine.local_world_size or 0) * its.world_size
+        same = (its.rank, its.world_size) == (mine.rank, mine.world_size)
+        if not same and starts != mine.world_size:
+            _warn_of_other_numbers(mine.rank, mine.world_size, its.source, its.rank, its.world_size)
+
+
+def _from_launcher(environ: Mapping[str, str], address: bool) -> DistributedEnvironment | None:
     """The identity from a launcher other than torchrun, or None."""
     rows = [SLURM, OPENMPI]
     tasks = environ.get("SLURM_STEP_NUM_TASKS")
@@ -206,7 +204,7 @@ def _from_launcher(environ: Mapping[str, str]) -> Identity | None:
         read = Variables(environ, row.source)
         if read.any_of(row.marks) or (row is SLURM and _lost_its_step(read)):
             read.require(row.required)
-            return _from_row(row, read)
+            return _from_row(row, read, address)
     return None
 
 
@@ -218,7 +216,7 @@ def _lost_its_step(read: Variables) -> bool:
     return "SLURM_PROCID" in read and read.integer("SLURM_PROCID") > 0
 
 
-def _single(environ: Mapping[str, str]) -> Identity:
+def _single(environ: Mapping[str, str], address: bool) -> DistributedEnvironment:
     found = []
     for rank, alone in UNKNOWN.items():
         sizes = [name for name in alone if name in environ]
@@ -226,7 +224,7 @@ def _single(environ: Mapping[str, str]) -> Identity:
             found += [name for name in (rank, *sizes) if name in environ]
     if found:
         _warn_of_unknown_launcher(", ".join(f"{name}={environ[name]}" for name in found))
-    return SINGLE
+    return replace(SINGLE, master_port=0 if address else None)
 
 
 @functools.cache  # once: the rank is looked up often
@@ -239,26 +237,6 @@ def _warn_of_unknown_launcher(found: str) -> None:
     )
 
 
-def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
-    """Add the local and node ranks of another launcher with the same rank and world size."""
-    try:
-        found = _from_launcher(environ)
-    except DistributedEnvironmentError:
-        return own
-    if found is None:
-        return own
-    mine, its = own.place, found.place
-    if (its.rank, its.world_size) == (mine.rank, mine.world_size):
-        names = ("local_rank", "local_world_size", "node_rank", "num_nodes")
-        unknown = {name: getattr(its, name) for name in names if getattr(mine, name) is None}
-        return replace(own, place=replace(mine, **unknown))
-    # torchrun in each task sets its run id; a task may also start its ranks itself.
-    starts = (mine.local_world_size or 0) * its.world_size
-    if "TORCHELASTIC_RUN_ID" not in environ and starts != mine.world_size:
-        _warn_of_other_numbers(mine.rank, mine.world_size, its.source, its.rank, its.world_size)
-    return own
-
-
 @functools.cache  # once: the rank is looked up often
 def _warn_of_other_numbers(rank: int, size: int, source: str, task: int, tasks: int) -> None:
     logging.getLogger(__name__).warning(
@@ -269,37 +247,20 @@ def _warn_of_other_numbers(rank: int, size: int, source: str, task: int, tasks: 
     )
 
 
-def _check_agreement(read: Variables, launcher: DistributedEnvironment) -> None:
-    said = {name: getattr(launcher, name.lower()) for name in TORCHRUN.marks}
-    differing = [name for name in said if name in read and read.integer(name) != said[name]]
-    if differing:
-        listed = ", ".join(f"{name}={read.text(name)!r}, not {said[name]}" for name in differing)
-        raise read.error(
-            f"The torchrun variables are only partly set: missing "
-            f"{', '.join(name for name in TORCHRUN.required if name not in read)}; the rest "
-            f"contradicts {launcher.source}: {listed}",
-            call=f"Set {', '.join(TORCHRUN.required)}, or unset {', '.join(differing)}.",
-        )
-
-
 # -- a row of the table -----------------------------------------------------------------------
 
 
-def _from_row(row: Launcher, read: Variables) -> Identity:
+def _from_row(row: Launcher, read: Variables, address: bool) -> DistributedEnvironment:
     """The identity of a task whose variables for rank and size are set."""
     world_size = read.integer(row.size, minimum=1)
     rank = read.below(row.rank, row.size, world_size) if row.rank in read else 0
-    counts: list[int] = []
     num_nodes = node_rank = local_size = None
     if row.num_nodes in read:
         num_nodes = read.integer(row.num_nodes, minimum=1, maximum=world_size)
-    elif row.tasks_per_node in read and row.node_rank in read:
-        counts = _tasks_per_node(row, read, world_size)
-        num_nodes = len(counts)
-    if row.node_rank in read and num_nodes is not None:
-        node_rank = read.below(row.node_rank, row.num_nodes or "number of nodes", num_nodes)
-    if counts and node_rank is not None:
-        local_size = counts[node_rank]
+        if row.node_rank in read:
+            node_rank = read.below(row.node_rank, row.num_nodes, num_nodes)
+    if row.tasks_per_node in read and num_nodes is not None and node_rank is not None:
+        local_size = _tasks_per_node(row, read, world_size, num_nodes)[node_rank]
     elif row.local_size in read:
         local_size = read.integer(row.local_size, minimum=1, maximum=world_size)
     elif world_size == 1 or ("MASTER_ADDR" in read and _is_loopback(read.host("MASTER_ADDR"))):
@@ -313,11 +274,8 @@ def _from_row(row: Launcher, read: Variables) -> Identity:
     if local_size is not None:
         num_nodes = -(-world_size // local_size) if num_nodes is None else num_nodes
         node_rank = min(rank // local_size, num_nodes - 1) if node_rank is None else node_rank
-        even = num_nodes * local_size == world_size
-        if local_rank is not None and (counts or even):
-            first = sum(counts[:node_rank]) if counts else node_rank * local_size
-            _check_layout(row, rank, local_rank, first)
-    place = DistributedEnvironment(
+    host, port = _address(row, read, world_size, local_size) if address else (LOOPBACK, None)
+    return DistributedEnvironment(
         source=row.source,
         rank=rank,
         local_rank=local_rank,
@@ -325,8 +283,9 @@ def _from_row(row: Launcher, read: Variables) -> Identity:
         local_world_size=local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
+        master_addr=host,
+        master_port=port,
     )
-    return Identity(place, address=lambda: _address(row, read, world_size, local_size))
 
 
 def _is_loopback(host: str) -> bool:
@@ -334,18 +293,7 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or (address is not None and address.is_loopback)
 
 
-def _check_layout(row: Launcher, rank: int, local_rank: int, first: int) -> None:
-    """Warn unless the ranks of a node are consecutive, beginning with ``first``."""
-    if rank != first + local_rank:
-        logging.getLogger(__name__).warning(
-            "%s placed rank %d as local rank %d on a node whose first rank should be %d: the ranks "
-            "of a node are not consecutive, so groups of neighbouring ranks cross nodes; use a "
-            "block distribution",
-            *(row.source, rank, local_rank, first),
-        )
-
-
-def _tasks_per_node(row: Launcher, read: Variables, world_size: int) -> list[int]:
+def _tasks_per_node(row: Launcher, read: Variables, tasks: int, nodes: int) -> list[int]:
     """Tasks on each node of the step: ``4(x2),3`` stands for ``[4, 4, 3]``."""
     text = read.text(row.tasks_per_node)
     counts: list[int] = []
@@ -356,9 +304,10 @@ def _tasks_per_node(row: Launcher, read: Variables, world_size: int) -> list[int
                 f"{row.tasks_per_node}={text!r}: {item!r} is not a count as 4 or 4(x2)"
             )
         counts += [int(match[1])] * int(match[2] or 1)
-    if sum(counts) != world_size:
+    if (sum(counts), len(counts)) != (tasks, nodes):
         raise read.error(
-            f"{row.tasks_per_node}={text} sums to {sum(counts)} tasks, but {row.size}={world_size}"
+            f"{row.tasks_per_node}={text} are {sum(counts)} tasks on {len(counts)} nodes, but "
+            f"{row.size}={tasks} and {row.num_nodes}={nodes}"
         )
     return counts
 
@@ -416,7 +365,7 @@ def check_group() -> None:
     either. Variables that define no rank say nothing.
     """
     try:
-        launcher = identify(os.environ).place
+        launcher = identify(os.environ)
     except DistributedEnvironmentError:
         return
     distributed = sys.modules["torch.distributed"]
@@ -447,23 +396,9 @@ def get_rank() -> int:
     """
     if is_initialized():
         return int(sys.modules["torch.distributed"].get_rank())
-    return identify(os.environ).place.rank
+    return identify(os.environ).rank
 
 
 def is_rank_zero() -> bool:
     """Whether this process is rank 0; see :func:`get_rank`. Local, non-blocking."""
     return get_rank() == 0
-
-
-def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Make ``function`` do nothing, and return None, on every rank but 0.
-
-    The rank is looked up at each call, not at decoration, since a module is often imported before
-    the group exists. Local: no rank waits for another.
-    """
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if is_rank_zero() else None
-
-    return wrapper

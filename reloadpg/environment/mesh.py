@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
@@ -152,7 +152,8 @@ def set_seed(
         InvalidOptionError: the seed is out of range, a dimension is not a name or unknown, or this
             rank is not in the mesh; nothing was seeded. Also a ValueError.
     """
-    distinct = _names(distinct_dims)
+    if isinstance(distinct_dims, str):
+        raise _no_seed(f"distinct_dims={distinct_dims!r} is one name; pass a sequence of names")
     if mesh is None:  # the names are unknown; they need not be those of bring-up
         mine = seed_for(seed, {}, {}, ())
     else:
@@ -162,7 +163,7 @@ def set_seed(
             reason = "has no dimension names" if names is None else "does not contain this rank"
             raise _no_seed(f"The mesh {reason}")
         sizes = dict(zip(names, mesh.shape, strict=True))
-        mine = seed_for(seed, sizes, dict(zip(names, coordinate, strict=True)), distinct)
+        mine = seed_for(seed, sizes, dict(zip(names, coordinate, strict=True)), distinct_dims)
     _seed_all(mine)
     return mine
 
@@ -189,15 +190,6 @@ def seed_for(
         if name in distinct_dims:
             offset = offset * sizes[name] + coordinate[name]
     return (number + offset) % _TORCH_SEEDS
-
-
-def _names(distinct_dims: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(distinct_dims, str):
-        raise _no_seed(f"distinct_dims={distinct_dims!r} is one name; pass a sequence of names")
-    names = tuple(distinct_dims) if isinstance(distinct_dims, Iterable) else (None,)
-    if not all(isinstance(name, str) for name in names):
-        raise _no_seed(f"distinct_dims={distinct_dims!r} is not a sequence of names")
-    return names  # type: ignore[return-value]
 
 
 def _seed_all(seed: int) -> None:

@@ -12,8 +12,8 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -34,10 +34,6 @@ _STRIDE = 211
 
 class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
     """The launcher's variables do not identify this process; nothing was opened or written."""
-
-
-class GroupNotInitializedError(ReloadpgError):
-    """There are several ranks, but this process has no default group."""
 
 
 def on_nodes_of(local_world_size: int, rank: int, world_size: int) -> dict[str, Any]:
@@ -121,108 +117,63 @@ class DistributedEnvironment:
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 
-    def export(
-        self, overwrite: bool = False, *, environ: MutableMapping[str, str] | None = None
-    ) -> Export:
+    def export(self, environ: MutableMapping[str, str] | None = None) -> Callable[[], None]:
         """Write the standard variables for libraries that read them, and return the undo.
 
-        Local, non-blocking. Writes all variables or none. Equal preset values are unchanged.
-        Without ``overwrite``, a preset ``MASTER_ADDR`` or ``MASTER_PORT`` is kept, and a preset
-        rank or size that differs is an error, since a mixture can give rank 7 of 4. The undo
-        restores the earlier values, once.
+        Local, non-blocking. Writes all variables or none. A preset ``MASTER_ADDR`` or
+        ``MASTER_PORT`` is kept. A preset rank or size that differs is an error, since a mixture can
+        give rank 7 of 4. The undo restores the earlier values, once.
 
         Args:
-            overwrite: replace preset values.
             environ: the mapping to write; ``os.environ`` if None.
 
         Raises:
             DistributedEnvironmentError: a preset rank or size differs; nothing was written.
         """
         values, target = self.variables(), os.environ if environ is None else environ
-        differing = {n: v for n, v in values.items() if target.get(n, v) != v}
-        clashes = [] if overwrite else [name for name in differing if name not in ADDRESS]
+        differing = [name for name in values if target.get(name, values[name]) != values[name]]
+        clashes = [name for name in differing if name not in ADDRESS]
         if clashes:
             listed = ", ".join(
                 f"{name} is {target[name]!r} and would become {values[name]!r}" for name in clashes
             )
             raise DistributedEnvironmentError(
-                f"The environment cannot be exported: {listed}. Nothing was written. Unset them, "
-                f"or call export(overwrite=True)."
+                f"The environment cannot be exported: {listed}. Nothing was written. Unset them."
             )
-        export = Export(target)
-        try:
-            for name, value in values.items():
-                if name not in target or (overwrite and name in differing):
-                    export.write(name, value)
-        except BaseException:
-            export()
-            raise
-        return export
+        new = {name: value for name, value in values.items() if name not in target}
+        return write_variables(new, target).close
 
 
-@dataclass(frozen=True)
-class Identity:
-    """A process in its job, and the function that finds the address where one is needed."""
+def write_variables(values: Mapping[str, str], environ: MutableMapping[str, str]) -> ExitStack:
+    """Set variables. The end of the result's block, or its ``close()``, undoes it, once.
 
-    place: DistributedEnvironment
-    address: Callable[[], tuple[str, int]]
+    Local. A variable that other code has changed since is kept and logged.
+    """
+    undo = ExitStack()
+    for name, value in values.items():
+        undo.callback(_restore, environ, name, environ.get(name), value)
+        environ[name] = value
+    return undo
 
-    def environment(self, *, has_store: bool = False) -> DistributedEnvironment:
-        """Return the place with its address; with ``has_store`` none is needed. Local."""
-        if has_store:
-            return replace(self.place, master_addr=LOOPBACK, master_port=None)
-        host, port = self.address()
-        return replace(self.place, master_addr=host, master_port=port)
+
+def _restore(
+    environ: MutableMapping[str, str], name: str, before: str | None, written: str
+) -> None:
+    now = environ.get(name)
+    if now != written:
+        logging.getLogger(__name__).warning(
+            "%s was set to %r by the export but is %r now; it is not restored", name, written, now
+        )
+    elif before is None:
+        del environ[name]
+    else:
+        environ[name] = before
 
 
 def _free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
-
-
-class Export:
-    """The changes of an export. Call it, or leave its ``with`` block, to undo them.
-
-    Local, idempotent. A variable that other code has changed since is kept and logged.
-    """
-
-    def __init__(self, environ: MutableMapping[str, str]) -> None:
-        self._environ = environ
-        self._changes: list[tuple[str, str | None, str]] = []
-
-    @property
-    def changed(self) -> tuple[str, ...]:
-        """Names of the variables that were written and are not yet undone."""
-        return tuple(name for name, _, _ in self._changes)
-
-    def __call__(self) -> None:
-        while self._changes:
-            name, before, written = self._changes.pop()
-            now = self._environ.get(name)
-            if now != written:
-                logging.getLogger(__name__).warning(
-                    "%s was set to %r by the export but is %r now; it is not restored",
-                    name,
-                    written,
-                    now,
-                )
-            elif before is None:
-                del self._environ[name]
-            else:
-                self._environ[name] = before
-
-    def __enter__(self) -> Export:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self()
-
-    def write(self, name: str, value: str) -> None:
-        """Set a variable and record its earlier value."""
-        before = self._environ.get(name)
-        self._environ[name] = value
-        self._changes.append((name, before, value))
 
 
 # -- variables ----------------------------------------------------------------------------------

@@ -9,12 +9,10 @@ by a compare-and-set.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from uuid import uuid4
@@ -26,9 +24,6 @@ from ..rendezvous.decision import store_lost, store_silent
 from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
 from ..rendezvous.worker_thread import Task, Wait
 from .model import DistributedEnvironment
-
-_RESOLVE_S = 1.0
-"""Seconds after the timeout to find out, for the message, whether the address resolves."""
 
 _opened: dict[tuple[int, str, int], tuple[TCPStore, Iterator[int]]] = {}
 """The open stores by process, host and port, each with the numbers of its uses. Kept until the
@@ -111,7 +106,7 @@ def _connect(address: str, port: int, seconds: float, *, serves: bool) -> Task[T
             try:
                 socket.create_connection((address, port), timeout=left).close()
             except OSError as error:
-                if time.monotonic() >= end:
+                if time.monotonic() + _PROBE_S >= end:
                     raise RuntimeError(f"no server listens at {address}:{port}: {error}") from error
                 time.sleep(_PROBE_S)
             else:
@@ -128,94 +123,56 @@ def _what_failed(
             f"the store could not be opened at {address}:{port}: the port is in use. Nothing was "
             f"started. Free the port, or set another MASTER_PORT on all ranks."
         )
-    if _unresolvable(address, port):
-        return (
-            f"no store responded at {address}:{port} {within}: MASTER_ADDR {address!r} cannot be "
-            f"resolved here. Nothing was started. Set it to a name or address of rank 0's host "
-            f"that all ranks can resolve."
-        )
+    reason = f" ({cause})" if cause else ""
     if serves:
         return (
-            f"rank 0 cannot reach its own store at {address}:{port} {within}"
-            f"{f' ({cause})' if cause else ''}. Nothing was started. Set MASTER_ADDR to an address "
-            f"of this host, and MASTER_PORT to a port that can be opened here."
+            f"rank 0 cannot reach its own store at {address}:{port} {within}{reason}. Nothing was "
+            f"started. Set MASTER_ADDR to an address of this host, and MASTER_PORT to a port that "
+            f"can be opened here."
         )
     who = "the launcher's agent" if by_agent else "rank 0"
     return (
-        f"no store responded at {address}:{port} {within}: {who} has not started it, or the "
-        f"address is unreachable from here. Nothing was started. See the output of that process; "
-        f"raise init_timeout if it is only slow."
+        f"no store responded at {address}:{port} {within}{reason}: {who} has not started it, or "
+        f"the address is unreachable from here. Nothing was started. See the output of that "
+        f"process; raise init_timeout if it is only slow."
     )
-
-
-def _unresolvable(address: str, port: int) -> bool:
-    look_up = Task(lambda: socket.getaddrinfo(address, port), "store-address")
-    try:
-        if look_up.wait(_RESOLVE_S):
-            look_up.result()
-            return False
-    except (OSError, UnicodeError):  # UnicodeError: not a host name, such as "a..b"
-        pass
-    return True
 
 
 # -- agreement --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of one process in the job.
-
-    Attributes:
-        process: identifier of the process.
-    """
-
-    rank: int
-    world_size: int
-    host: str
-    local_rank: int | None
-    process: str = field(default_factory=lambda: uuid4().hex)
-
-
-def claim_place(store: Store, mine: Place, seconds: float) -> str:
-    """Take a place in the job. Local, blocking, with a timeout.
+def claim_place(store: Store, environment: DistributedEnvironment, seconds: float) -> str:
+    """Take this process's place in the job. Local, blocking, with a timeout.
 
     A rank can be counted at a barrier only if its rank is unique and all world sizes are equal.
 
     Returns:
         The difference to the place that another process has taken before; empty if there is none.
     """
+    rank, size = environment.rank, environment.world_size
+    here = f"{socket.gethostname()} (local rank {environment.local_rank})"
+    process = uuid4().hex  # a request that is repeated finds its own place
 
     def take(store: Store) -> str:
-        for key in ("first", f"rank/{mine.rank}"):
-            taken = store.compare_set(f"place/{key}", "", json.dumps(asdict(mine)))
-            found = _difference(Place(**json.loads(taken)), mine)
-            if found:
-                return found
+        first = store.compare_set("place/first", "", f"{size} {rank}").decode()
+        other_size, other = map(int, first.split())
+        if other_size != size:
+            sizes = sorted([(rank, size), (other, other_size)])
+            return "world_size is " + "; ".join(f"{size} on rank {rank}" for rank, size in sizes)
+        taken = store.compare_set(f"place/rank/{rank}", "", f"{process} {here}").decode()
+        owner, _, there = taken.partition(" ")
+        if owner != process:
+            return (
+                f"rank {rank} was taken by 2 processes: on {there}, {here}: start each rank once, "
+                f"and set a separate MASTER_PORT for each job"
+            )
         return ""
 
     try:
         return StoreClient(lambda: store).ask(take, Wait("init_distributed", seconds, "agree"))
     except StoreSilent:
         raise store_silent(
-            "init_distributed", "agree", seconds=seconds, rank=mine.rank, size=mine.world_size
+            "init_distributed", "agree", seconds=seconds, rank=rank, size=size
         ) from None
     except StoreLost as error:
         raise store_lost("init_distributed", "agree", error) from error
-
-
-def _difference(one: Place, other: Place) -> str:
-    """Describe why two places cannot be in one job; empty if they can. Pure."""
-    if one.process == other.process:
-        return ""
-    one, other = sorted((one, other), key=lambda place: place.rank)
-    if one.world_size != other.world_size:
-        sizes = (f"{place.world_size} on rank {place.rank}" for place in (one, other))
-        return f"world_size is {'; '.join(sizes)}"
-    if one.rank == other.rank:
-        hosts = (f"{place.host} (local rank {place.local_rank})" for place in (one, other))
-        return (
-            f"rank {one.rank} was taken by 2 processes: on {', '.join(hosts)}: start each rank "
-            f"once, and set a separate MASTER_PORT for each job"
-        )
-    return ""

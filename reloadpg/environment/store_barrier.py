@@ -25,7 +25,6 @@ from ..rendezvous.worker_thread import Wait
 from ..settings import as_timedelta
 from ..texts import named_ranks
 from .launchers import identify
-from .model import GroupNotInitializedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -99,7 +98,7 @@ def barrier(
     Raises:
         RendezvousTimeoutError: not all ranks arrived. Names reason, seconds and the missing ranks;
             also a TimeoutError.
-        GroupNotInitializedError: several ranks, but no group yet.
+        ReloadpgError: several ranks, but no group yet.
         InvalidOptionError: an argument is invalid. Also a ValueError.
     """
     if not isinstance(reason, str):
@@ -168,48 +167,15 @@ def rendezvous_of(group: ProcessGroup | None, purpose: str) -> Rendezvous:
     return _rendezvouses.of(chosen, purpose)
 
 
-@contextmanager
-def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Iterator[None]:
-    """Run the body on rank 0 first, then on the other ranks.
-
-    Collective over all ranks of the job; blocking. The ranks wait on the rendezvous store, as in
-    :func:`barrier`. In a world of 1, the body runs immediately.
-
-    Args:
-        timeout: how long the others wait for rank 0; a timedelta, or seconds.
-
-    Raises:
-        RendezvousTimeoutError: rank 0 did not finish in time. Also a TimeoutError.
-        PeerFailedError: the body raised on rank 0; it does not run on the other ranks.
-        GroupNotInitializedError: several ranks, but no group yet.
-    """
-    timeout = as_timedelta(timeout, "timeout")
-    world = _group_or_world(None, "rank_zero_first()")
-    if world is None:
-        yield
-        return
-    round_ = job_round("rank_zero_first", ("rank 0 is done",), timeout)
-    if dist.get_rank() == 0:
-        try:
-            yield
-        except BaseException as error:
-            round_.fail(error)
-            raise
-        round_.barrier("rank 0 is done")
-    else:
-        round_.barrier("rank 0 is done")
-        yield
-
-
 def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
     chosen = c10d.world() if group is None else group
-    if chosen is None and identify(os.environ).place.world_size != 1:
+    if chosen is None and identify(os.environ).world_size != 1:
         raise _no_group(what)
     return chosen
 
 
-def _no_group(what: str) -> GroupNotInitializedError:
-    return GroupNotInitializedError(
+def _no_group(what: str) -> ReloadpgError:
+    return ReloadpgError(
         f"{what}: the launcher started several ranks, but this process has no default group. "
         f"Nothing was done. Call reloadpg.environment.init_distributed() first."
     )

@@ -36,7 +36,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, Export, host_store
+from ..environment.model import (
+    AGENT_STORE,
+    LOOPBACK,
+    DistributedEnvironment,
+    host_store,
+    write_variables,
+)
 from ..errors import ReloadpgError
 from ..settings import as_integer, as_timedelta
 from ..texts import counted
@@ -435,9 +441,7 @@ def _start(connection: Connection, job: RunSpec) -> BaseProcess:
 
     if job.standins and not standin_libraries.enabled():
         # The fork server of this process has been started without them, or will be.
-        with _STARTING, Export(os.environ) as changed:
-            for name, value in standin_libraries.preloading().items():
-                changed.write(name, value)
+        with _STARTING, write_variables(standin_libraries.preloading(), os.environ):
             return started("spawn")
     try:
         return started("forkserver")

@@ -15,7 +15,7 @@ from reloadpg.environment import DistributedEnvironmentError
 from reloadpg.testing import run_ranks
 
 CALLS: dict[str, Callable[[], object]] = {
-    "init_distributed": lambda: reloadpg.environment.init_distributed(adopt=True, init_timeout=60),
+    "init_distributed": lambda: reloadpg.environment.init_distributed(init_timeout=60),
     "ensure_process_group": reloadpg.environment.ensure_process_group,
 }
 
@@ -82,7 +82,7 @@ def test_tasks_of_slurm_may_each_start_several_ranks(
     """One task a node, as ``mp.spawn`` in each: the group is larger than the step."""
     create(rank, 2, f"{tmp_path}/store")
     with variables({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}):
-        context = reloadpg.environment.init_distributed(adopt=True)
+        context = reloadpg.environment.init_distributed()
         assert (context.rank, context.world_size, context.owned) == (rank, 2, False)
         assert not reloadpg.environment.ensure_process_group()
 

@@ -1,4 +1,4 @@
-"""The barrier with a timeout, and ``rank_zero_first``: on the store, never by a collective."""
+"""The barrier with a timeout: on the store, never by a collective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from helpers.watched_store import WatchedStore
 
 import reloadpg
 from reloadpg import environment
-from reloadpg.environment import GroupNotInitializedError
 from reloadpg.testing import simulated
 
 
@@ -118,10 +117,8 @@ def test_a_barrier_without_a_group_or_with_a_bad_timeout_is_refused() -> None:
         with pytest.raises(reloadpg.errors.InvalidOptionError) as caught:
             reloadpg.environment.barrier("x", timeout=timeout)  # type: ignore[arg-type]
         assert isinstance(caught.value, ValueError)
-    with pytest.raises(GroupNotInitializedError, match="init_distributed"):
+    with pytest.raises(reloadpg.ReloadpgError, match=r"Call .*init_distributed\(\) first"):
         reloadpg.environment.barrier("x", timeout=5)
-    with pytest.raises(GroupNotInitializedError), environment.rank_zero_first(5):
-        pytest.fail("the body ran")
 
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -130,14 +127,10 @@ LAUNCHER += ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.mark.ranks(1)
 def test_a_process_alone_passes_a_barrier_without_a_group() -> None:
-    """With a world of 1 from the launcher, and without a launcher; a body runs once."""
-    ran = []
+    """With a world of 1 from the launcher, and without a launcher."""
     for env in ({}, dict.fromkeys(LAUNCHER)):
         with variables(env):
             reloadpg.environment.barrier("alone", timeout=1)
-            with environment.rank_zero_first(1):
-                ran.append(env)
-    assert len(ran) == 2
 
 
 @pytest.mark.ranks(2)
@@ -159,47 +152,14 @@ def test_a_barrier_handles_signals_while_it_waits(rank: int) -> None:
     store.set("interrupted", "1")
 
 
-# ---------------------------------------------------------------------------------------------
-# rank 0 first, and alone
-
-
-@pytest.mark.ranks(3)
-def test_rank_0_runs_the_body_first_and_the_others_see_what_it_did(
-    rank: int, tmp_path: Path
-) -> None:
-    """The others begin when the body of rank 0 has ended."""
-    dist.init_process_group("gloo")
-    with environment.rank_zero_first(60):
-        found = sorted(os.listdir(tmp_path))
-        for number in range(3 if rank == 0 else 0):
-            (tmp_path / f"{number}").write_text("data")
-    assert found == ([] if rank == 0 else ["0", "1", "2"])
-
-
-@pytest.mark.ranks(2)
-def test_if_rank_0_fails_the_others_raise_its_reason_and_do_not_run_the_body(rank: int) -> None:
-    """No rank waits for the timeout."""
-    dist.init_process_group("gloo")
-    error = FileNotFoundError if rank == 0 else reloadpg.PeerFailedError
-    with pytest.raises(error, match="no data"), environment.rank_zero_first(300):
-        assert rank == 0, "the body ran"
-        raise FileNotFoundError("no data")
-
-
-@environment.rank_zero_only
-def only_zero(value: int) -> int:
-    return value + 1
-
-
 @pytest.mark.ranks(2)
 def test_the_rank_is_the_launchers_before_there_is_a_group_and_then_the_groups(
     rank: int, tmp_path: Path
 ) -> None:
-    """It is looked up at each call, also by ``rank_zero_only``."""
+    """It is looked up at each call."""
 
     def check(now: int) -> None:
         assert (environment.get_rank(), environment.is_rank_zero()) == (now, now == 0)
-        assert only_zero(1) == (2 if now == 0 else None)
 
     check(rank)
     os.environ["RANK"] = "0"  # outdated: from here on the rank of the group counts

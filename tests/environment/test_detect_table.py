@@ -66,9 +66,6 @@ ROWS = [
     Row("torchrun of 1, any port",
         "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=n0 MASTER_PORT=0",
         ("torchrun", 0, 0, 1, 1, 0, 1, "n0", 0)),
-    Row("torchrun uneven nodes",
-        "RANK=4 LOCAL_RANK=0 WORLD_SIZE=5 LOCAL_WORLD_SIZE=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2 "
-        + MEET, ("torchrun", 4, 0, 5, 1, 1, 2, "n0", 29500)),
     Row("uneven nodes without GROUP_RANK",
         "RANK=4 LOCAL_RANK=1 WORLD_SIZE=5 LOCAL_WORLD_SIZE=2 GROUP_WORLD_SIZE=2 " + MEET,
         ("torchrun", 4, 1, 5, 2, 1, 2, "n0", 29500)),
@@ -96,33 +93,19 @@ ROWS = [
         ("torchrun", 5, None, 8, 4, 1, 2, "n0", 29500)),
     Row("env:// with one rank a node", f"RANK=5 WORLD_SIZE=8 LOCAL_WORLD_SIZE=1 {MEET}",
         ("torchrun", 5, 0, 8, 1, 5, 8, "n0", 29500)),
-    Row("env:// of one rank a step", f"RANK=3 WORLD_SIZE=4 {MEET} SLURM_STEP_ID=0 "
-        "SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0",
-        ("torchrun", 3, None, 4, None, None, None, "n0", 29500)),
     Row("env:// and the same SLURM step", f"RANK=5 WORLD_SIZE=8 {MEET} {SLURM}",
-        ("torchrun", 5, 1, 8, 4, 1, 2, "n0", 29500)),
-    Row("env:// and a SLURM step that cannot be read",
-        f"RANK=5 WORLD_SIZE=8 {MEET} {SLURM} SLURM_STEP_NODELIST=n[1- ~SLURM_STEP_TASKS_PER_NODE "
-        "~SLURM_STEP_NUM_NODES", ("torchrun", 5, 1, 8, None, None, None, "n0", 29500)),
-    Row("own exports under srun", f"{SLURM} RANK=5 LOCAL_RANK=1 WORLD_SIZE=8", SLURM_IS),
-    Row("own exports under srun, with an address",
-        f"{SLURM} RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 {MEET}", TORCHRUN_IS),
-    Row("another LOCAL_RANK than the SLURM step's", f"{SLURM} RANK=5 WORLD_SIZE=8 LOCAL_RANK=3",
-        ["contradicts slurm: LOCAL_RANK='3', not 1"]),
-    Row("LOCAL_RANK and an address under srun", f"{SLURM} LOCAL_RANK=1 {MEET}",
-        (*SLURM_IS[:-2], "n0", 29500)),
-    Row("WORLD_SIZE=1 and an address under srun", f"{SLURM} WORLD_SIZE=1 {MEET}",
-        ["missing RANK", "contradicts slurm: WORLD_SIZE='1', not 8"]),
+        ("torchrun", 5, None, 8, None, None, None, "n0", 29500)),
+    Row("own exports under srun, without an address",
+        f"{SLURM} RANK=5 LOCAL_RANK=1 WORLD_SIZE=8", ["missing MASTER_ADDR, MASTER_PORT"]),
+    Row("LOCAL_RANK alone under srun", f"{SLURM} LOCAL_RANK=1", ["missing RANK, WORLD_SIZE"]),
+    Row("LOCAL_RANK=0 alone under srun", f"{SLURM} LOCAL_RANK=0", SLURM_IS),
+    Row("RANK and a SLURM step", f"RANK=0 {SLURM}", ["missing WORLD_SIZE"]),
     Row("RANK and an address", f"RANK=5 {MEET}", ["missing WORLD_SIZE"]),
     Row("RANK alone", "RANK=5", ["missing WORLD_SIZE, MASTER_ADDR, MASTER_PORT"]),
     Row("LOCAL_RANK=0 alone", "LOCAL_RANK=0", SINGLE),
     Row("torchrun only LOCAL_RANK", "LOCAL_RANK=1", ["missing RANK, WORLD_SIZE"]),
     Row("torchrun without addresses", TORCHRUN + " ~MASTER_ADDR ~MASTER_PORT",
         ["missing MASTER_ADDR, MASTER_PORT"]),
-    Row("WORLD_SIZE and a SLURM rank", f"WORLD_SIZE=4 {SLURM} SLURM_PROCID=7",
-        ["torchrun", "missing RANK", "contradicts slurm: WORLD_SIZE='4', not 8"]),
-    Row("RANK and a SLURM step", f"RANK=0 {SLURM}",
-        ["missing WORLD_SIZE", "contradicts slurm: RANK='0', not 5"]),
     Row("rank is world size", TORCHRUN + " RANK=8", ["RANK='8' is not below WORLD_SIZE=8"]),
     Row("negative rank", TORCHRUN + " RANK=-1", ["RANK='-1' is negative"]),
     Row("empty rank", TORCHRUN + " RANK=<empty>", ["RANK='' is empty"]),
@@ -150,17 +133,17 @@ ROWS = [
         ("slurm", 0, 0, 1, 1, 0, 1, "127.0.0.1", 0)),
     Row("SLURM uneven nodes",
         "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=5 SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_JOB_ID=1234 "
-        "SLURM_NODEID=1 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=3,2",
+        "SLURM_NODEID=1 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=n[1-2] "
+        "SLURM_STEP_TASKS_PER_NODE=3,2",
         ("slurm", 4, 1, 5, 2, 1, 2, "n1", SLURM_PORT)),
     Row("SLURM node id not given", SLURM + " ~SLURM_NODEID",
-        ("slurm", 5, 1, 8, None, None, None, "n1", SLURM_PORT)),
+        ("slurm", 5, 1, 8, None, None, 2, "n1", SLURM_PORT)),
     Row("SLURM step on part of the job",
         f"{SLURM} SLURM_JOB_NODELIST=n[0-9] SLURM_NTASKS=40 SLURM_TASKS_PER_NODE=4(x10)", SLURM_IS),
     Row("SLURM two brackets", f"{SLURM} SLURM_STEP_NODELIST=rack[1-2]node[3-4] "
         "SLURM_STEP_NUM_NODES=4 SLURM_STEP_TASKS_PER_NODE=2(x4) SLURM_NODEID=2",
         ("slurm", 5, 1, 8, 2, 2, 4, "rack1node3", SLURM_PORT)),
     Row("SLURM with other PMI numbers", f"{SLURM} PMI_RANK=0 PMI_SIZE=3", SLURM_IS),
-    Row("SLURM with other OpenMPI numbers", f"{SLURM} {OMPI1}", SLURM_IS),
     Row("mpirun in an allocation: ranks of its daemon",
         f"{OMPI2} {MEET} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
         "SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_JOB_ID=1234 SLURM_NODEID=1 "
@@ -180,11 +163,8 @@ ROWS = [
     Row("SLURM without local id", SLURM + " ~SLURM_LOCALID", ["missing SLURM_LOCALID"]),
     Row("SLURM without job id", SLURM + " ~SLURM_JOB_ID",
         ["missing SLURM_JOB_ID and SLURM_STEP_ID or MASTER_PORT"]),
-    Row("SLURM without nodes", f"{SLURM} ~SLURM_STEP_NODELIST", ["missing SLURM_STEP_NODELIST"]),
-    Row("SLURM rank too large", SLURM + " SLURM_PROCID=8",
-        ["SLURM_PROCID='8' is not below SLURM_STEP_NUM_TASKS=8"]),
     Row("SLURM counts contradict", SLURM + " SLURM_STEP_TASKS_PER_NODE=4",
-        ["SLURM_STEP_TASKS_PER_NODE=4 sums to 4", "SLURM_STEP_NUM_TASKS=8"]),
+        ["SLURM_STEP_TASKS_PER_NODE=4 are 4 tasks on 1 nodes", "SLURM_STEP_NUM_TASKS=8"]),
     Row("SLURM node without tasks", SLURM + " SLURM_STEP_TASKS_PER_NODE=4(x2),0",
         ["'0' is not a count as 4 or 4(x2)"]),
     *(
@@ -210,8 +190,6 @@ ROWS = [
     Row("mpirun, one host", OMPI1, ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 22315)),
     Row("mpirun, two hosts, address", f"{OMPI2} {MEET}",
         ("openmpi", 5, 1, 8, 4, 1, 2, "n0", 29500)),
-    Row("mpirun before PMI", f"{OMPI1} PMI_RANK=0 PMI_SIZE=7",
-        ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 22315)),
     Row("mpirun of 1", OMPI1.replace("SIZE=2", "SIZE=1").replace("RANK=1", "RANK=0"),
         ("openmpi", 0, 0, 1, 1, 0, 1, "127.0.0.1", 0)),
     Row("mpirun without job", OMPI1 + " ~PMIX_NAMESPACE",
@@ -234,26 +212,6 @@ def test_detection_returns_one_identity_or_names_variable_and_value(row: Row) ->
         assert "Nothing was opened or written" in str(caught.value)
         assert isinstance(caught.value, (OSError, ValueError))
     assert variables == before
-
-
-@pytest.mark.parametrize(
-    ("environ", "name", "said"),
-    [
-        (TORCHRUN, "LOCAL_RANK", "torchrun placed rank 5 as local rank 2"),
-        (f"{OMPI2} {MEET}", "OMPI_COMM_WORLD_LOCAL_RANK", "openmpi placed rank 5 as local rank 2"),
-        (SLURM, "SLURM_LOCALID", "slurm placed rank 5 as local rank 2"),
-    ],
-)
-def test_ranks_that_are_not_consecutive_on_a_node_are_a_warning(
-    environ: str, name: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The layout rule, global = node * per node + local, is a check: cyclic jobs run."""
-    variables = Row("", environ, ()).variables()
-    detect_environment(variables)
-    assert not caplog.records
-    found = detect_environment({**variables, name: "2"})
-    assert (found.rank, found.local_rank) == (5, 2)
-    assert said in caplog.text
 
 
 STALE = "RANK=0 WORLD_SIZE=1 MASTER_ADDR=n0 MASTER_PORT=29500"

@@ -24,74 +24,31 @@ ENVIRONMENT = DistributedEnvironment("slurm", 5, 1, 8, 4, 1, 2, "n1", 15123)
 def test_the_exported_variables_are_read_back_as_the_same_environment() -> None:
     """A child process that reads torchrun's variables is the same rank of the same job."""
     environ: dict[str, str] = {}
-    ENVIRONMENT.export(environ=environ)
+    ENVIRONMENT.export(environ)
     assert detect_environment(environ) == replace(ENVIRONMENT, source="torchrun")
 
 
-PRESET = {"MASTER_ADDR": "n1-ib", "MASTER_PORT": "1"}
-OTHER = {"RANK": "5", "MASTER_ADDR": "old", "WORLD_SIZE": "2", "HOME": "/root"}
-
-
-@pytest.mark.parametrize(
-    ("preset", "overwrite", "exported"),
-    [
-        (PRESET, False, {**PRESET, "RANK": "5"}),
-        (OTHER, True, {"MASTER_ADDR": "n1", "WORLD_SIZE": "8", "HOME": "/root"}),
-    ],
-)
-def test_undo_restores_all_variables_once(
-    preset: dict[str, str], overwrite: bool, exported: dict[str, str]
-) -> None:
-    """New and overwritten ones; a second undo does nothing. Without ``overwrite`` the address of
-    the user is kept.
-    """
-    environ = dict(preset)
-    undo = ENVIRONMENT.export(overwrite=overwrite, environ=environ)
-    assert environ.items() >= exported.items()
-    undo()
-    assert environ == preset
-    environ["RANK"] = "6"
-    undo()
-    assert environ["RANK"] == "6"
-
-
-def test_os_environ_is_the_default_and_the_undo_is_a_context_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without a mapping the process's own variables are written, and restored after the block."""
+def test_the_undo_restores_os_environ_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call does nothing. The address of the user is kept."""
     for name in ENVIRONMENT.variables():
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "n1-ib")
     before = dict(os.environ)
-    with ENVIRONMENT.export() as export:
-        assert os.environ["RANK"] == "5"
-        assert set(export.changed) == set(ENVIRONMENT.variables())
+    undo = ENVIRONMENT.export()
+    assert (os.environ["RANK"], os.environ["MASTER_ADDR"]) == ("5", "n1-ib")
+    undo()
     assert dict(os.environ) == before
+    monkeypatch.setenv("RANK", "6")
+    undo()
+    assert os.environ["RANK"] == "6"
 
 
-class Full(dict[str, str]):
-    """Variables of which one cannot be written."""
-
-    def __setitem__(self, name: str, value: str) -> None:
-        if name == "MASTER_ADDR":
-            raise OSError("no room")
-        super().__setitem__(name, value)
-
-
-@pytest.mark.parametrize(
-    ("environ", "error", "said"),
-    [
-        ({"RANK": "7"}, DistributedEnvironmentError, "RANK is '7' and would become '5'"),
-        (Full(), OSError, "no room"),
-    ],
-)
-def test_all_variables_are_written_or_none(
-    environ: dict[str, str], error: type[Exception], said: str
-) -> None:
-    """Without ``overwrite``, half of one identity is never combined with half of another."""
-    before = dict(environ)
-    with pytest.raises(error, match=said):
-        ENVIRONMENT.export(environ=environ)
-    assert environ == before
+def test_nothing_is_exported_if_a_preset_rank_or_size_differs() -> None:
+    """Half of one identity is never combined with half of another."""
+    environ = {"RANK": "7"}
+    with pytest.raises(DistributedEnvironmentError, match="RANK is '7' and would become '5'"):
+        ENVIRONMENT.export(environ)
+    assert environ == {"RANK": "7"}
 
 
 def test_undo_keeps_a_variable_that_was_changed_later_and_warns(
@@ -99,7 +56,7 @@ def test_undo_keeps_a_variable_that_was_changed_later_and_warns(
 ) -> None:
     """It undoes only what still has the exported value."""
     environ: dict[str, str] = {}
-    undo = ENVIRONMENT.export(environ=environ)
+    undo = ENVIRONMENT.export(environ)
     environ["RANK"] = "0"
     with caplog.at_level(logging.WARNING):
         undo()
@@ -129,10 +86,9 @@ def test_importing_detecting_exporting_and_ranks_import_no_torch() -> None:
     script = (
         "import sys, reloadpg\n"
         "import reloadpg.environment as e\n"
-        "e.detect_environment({}).export(environ={})()\n"
+        "e.detect_environment({}).export({})()\n"
         "assert e.get_rank() == 0 and e.is_rank_zero()\n"
-        "assert e.rank_zero_only(lambda: 3)() == 3\n"
-        "e.resolve_mesh_dims({}, 8); e.configure_network_environment({})\n"
+        "e.resolve_mesh_dims({}, 8)\n"
         "e.destroy_distributed(); e.process_group_scope().__enter__()\n"
         "assert reloadpg.environment.detect_environment is e.detect_environment\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"

@@ -100,12 +100,10 @@ slurm = pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
 STEPS = """
 set -e
 PYTHON="{python}"; REPORT="{report}"
-mkdir step shell batch steps pmi exports port
+mkdir step shell batch steps pmi port
 srun -n 2 "$PYTHON" "$REPORT" "$PWD/step"
 srun -n 2 "$PYTHON" "{example}" >example.out 2>&1
 srun -n 2 --mpi=pmi2 "$PYTHON" "$REPORT" "$PWD/pmi"
-srun -n 2 sh -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS \\
-    exec "$0" "$1" "$2"' "$PYTHON" "$REPORT" "$PWD/exports"
 MASTER_PORT=29533 srun -n 2 "$PYTHON" "$REPORT" "$PWD/port"
 salloc -Q -n 8 sh -c '"'$PYTHON'" "'$REPORT'" shell; {two_steps}'
 sbatch -Q --wait -n 8 -o batch.out --wrap '"'$PYTHON'" "'$REPORT'" batch'
@@ -142,12 +140,6 @@ def test_each_task_of_srun_finds_rank_host_and_port(cluster: Path, kind: str) ->
 @slurm
 def test_the_example_of_the_page_runs_under_srun(cluster: Path) -> None:
     check_example((cluster / "example.out").read_text(), 2)
-
-
-@slurm
-def test_a_script_may_export_the_numbers_of_slurm_itself(cluster: Path) -> None:
-    """As RANK, LOCAL_RANK and WORLD_SIZE, without an address."""
-    check(reports(cluster / "exports"), "slurm", 2)
 
 
 @slurm

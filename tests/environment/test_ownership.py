@@ -413,7 +413,7 @@ def test_the_groups_of_a_mesh_over_an_existing_world_end_with_their_context() ->
     dist.init_process_group("gloo")
     for fails in (False, True) * 2:
         context = reloadpg.environment.init_distributed(
-            mesh_dims={"pp": 2, "tp": 2}, adopt=True, init_timeout=60
+            mesh_dims={"pp": 2, "tp": 2}, init_timeout=60
         )
         with contextlib.suppress(ValueError), context:
             assert context.mesh is not None

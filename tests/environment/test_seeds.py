@@ -122,16 +122,6 @@ def test_any_integer_is_a_seed(seed: int) -> None:
     assert set_seed(seed) == 5
 
 
-@pytest.mark.parametrize("mesh", [None, Mesh({"pp": 2}, (0,))], ids=["no mesh", "mesh"])
-@pytest.mark.parametrize("distinct", ["pp", None, 1, (1,), ("pp", None)])
-def test_dimensions_that_are_not_names_are_refused_with_and_without_a_mesh(
-    mesh: object, distinct: object
-) -> None:
-    """So a script fails alike on one rank and on many."""
-    with pytest.raises(InvalidOptionError, match="distinct_dims="):
-        set_seed(5, mesh, distinct)  # type: ignore[arg-type]
-
-
 def test_without_a_mesh_any_dimension_name_is_accepted() -> None:
     """A script with its own dimension names also runs without a mesh."""
     assert set_seed(5, None, ("stage",)) == set_seed(5, None, ()) == 5
