@@ -50,8 +50,6 @@ def test_a_barrier_uses_no_collective(backend: str) -> None:
     [
         pytest.param("gloo", None, marks=pytest.mark.slow),
         ("sim", [1, 2]),
-        pytest.param("gloo", [1, 2], marks=pytest.mark.slow),
-        pytest.param("sim", None, marks=pytest.mark.slow),
     ],
 )
 def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(

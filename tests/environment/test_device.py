@@ -109,7 +109,6 @@ PAIRS: dict[str, tuple[Case, list[Placed]]] = {
         [on(0), on(1)],
     ),
     "one visible device each": (Case(1), [on(0), on(0)]),
-    "one each, local rank 0": (Case(1, {"LOCAL_RANK": "0"}), [on(0), on(0)]),
     "the launcher has put the rank's own first": (
         Case(2, options={"device": f"{KIND}:0"}),
         [on(0), on(0)],
@@ -129,7 +128,6 @@ ELSEWHERE = {"MASTER_ADDR": "192.0.2.1", "LOCAL_RANK": None, "LOCAL_WORLD_SIZE":
 
 CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], Placed | str]] = {
     "default": ({}, {}, on(0)),
-    "named device": ({}, {"device": f"{KIND}:1"}, on(1)),
     "named backend": ({}, {"backend": BACKEND}, on(0)),
     "gloo takes the CPU": ({}, {"backend": "gloo"}, Placed(device="cpu", backend="gloo")),
     "CPU takes gloo": ({}, {"device": "cpu"}, Placed(device="cpu", backend="gloo")),
@@ -144,7 +142,7 @@ CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], Placed | str]] =
         f"backend='{BACKEND}' does not serve device cpu",
     ),
     "NCCL on a CPU": ({}, {"backend": "nccl", "device": "cpu"}, "backend='nccl'"),
-    "NCCL without its device": ({}, {"backend": "nccl"}, "backend='nccl'"),
+    "no pairs": ({}, {"backend": "cpu:gloo,cuda"}, "neither one name nor device:name pairs"),
     "no such device": ({}, {"device": f"{KIND}:2"}, f"2 {KIND} devices are visible"),
     "no such local rank": (
         {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"},

@@ -1,4 +1,4 @@
-"""A pp x dp_shard x tp mesh on 8 ranks through reloads; FSDP2 and tensor parallelism over it."""
+"""A pp x dp_shard x tp mesh on 8 ranks through reloads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import reloadpg
 
@@ -19,28 +18,11 @@ STRIDES = {"pp": 4, "dp_shard": 2, "tp": 1}
 """The layout: rank = 4 pp + 2 dp + tp."""
 
 
-def parallel(mesh: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    torch.manual_seed(11)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp_shard"])
-    return model
-
-
 @pytest.mark.ranks(8, timeout=150)
-def test_a_mesh_with_fsdp2_and_tensor_parallel_modules_works_through_three_reloads(
-    rank: int,
-) -> None:
+def test_a_mesh_works_through_three_reloads(rank: int) -> None:
     """Sizes, seeds, sums, timeouts and objects hold in each generation.
 
-    The loss of an unchanged model does, too: training through reloads is in ``tests/consumers``.
+    Training with FSDP2 and tensor parallelism through reloads is in ``tests/consumers``.
     """
     dims = {"tp": 2, "pp": 2, "dp_shard": -1}
     with (
@@ -53,8 +35,6 @@ def test_a_mesh_with_fsdp2_and_tensor_parallel_modules_works_through_three_reloa
         assert torch.initial_seed() == 3 + rank // 4
         assert list(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) == list(SIZES.items())
         groups = {name: mesh.get_group(name) for name in SIZES}
-        model, losses = parallel(mesh), set()
-        data = torch.linspace(-1, 1, 64).reshape(2, 4, 8)[mesh["dp_shard"].get_local_rank()]
         for cycle in range(4):
             if cycle:
                 reloadpg.offload()
@@ -68,11 +48,6 @@ def test_a_mesh_with_fsdp2_and_tensor_parallel_modules_works_through_three_reloa
                 dist.all_reduce(value, group=group)
                 first = rank - (rank // STRIDES[name] % 2) * STRIDES[name]
                 assert value.item() == 2 * first + STRIDES[name]
-            model.zero_grad()
-            loss = model(data).square().mean()
-            loss.backward()
-            losses.add(loss.item())
-        assert len(losses) == 1
     assert not dist.is_initialized()
 
 

@@ -172,7 +172,6 @@ def fail_on_rank_0(
     ("function", "error", "kind", "where", "store"),
     [
         (raise_value_error, "ValueError", "scope", "collective", "parent"),
-        (raise_value_error, "ValueError", "scope", "exit", "parent"),
         (raise_value_error, "ValueError", "context", "exit", "parent"),
         (interrupt, "KeyboardInterrupt", "scope", "exit", "parent"),
         (leave, "SystemExit", "scope", "exit", "parent"),
@@ -392,19 +391,6 @@ def test_peers_that_wait_at_the_exit_of_a_group_are_notified_of_a_failure(rank: 
             raise ValueError("inside")
     reloadpg.environment.barrier("all are out")
     assert sizes() == 1
-
-
-@pytest.mark.ranks(2)
-def test_a_default_group_that_is_recreated_inside_a_scope_is_destroyed() -> None:
-    """The one that existed is gone, and this one was created inside."""
-    dist.init_process_group("gloo")
-    # A peer that connects must not lose its other end.
-    reloadpg.environment.barrier("connected", timeout=LIMIT_S)
-    with reloadpg.environment.process_group_scope(timeout=LIMIT_S):
-        dist.destroy_process_group()
-        reloadpg.environment.init_distributed(init_timeout=LIMIT_S)
-        total()
-    assert not dist.is_initialized()
 
 
 @pytest.mark.ranks(4)
