@@ -21,7 +21,6 @@ from .model import (
     DistributedEnvironmentError,
     Variables,
     ip_of,
-    on_nodes_of,
     port_from_ids,
 )
 
@@ -101,19 +100,15 @@ OPENMPI = Launcher(
     job=("PMIX_NAMESPACE",),
 )
 
-UNKNOWN = {
-    "MV2_COMM_WORLD_RANK": ("MV2_COMM_WORLD_SIZE",),
-    "PMI_RANK": ("PMI_SIZE",),
-    "PMIX_RANK": (),
-    "JSM_NAMESPACE_RANK": ("JSM_NAMESPACE_SIZE",),
-    "PET_NODE_RANK": ("PET_NNODES", "PET_NPROC_PER_NODE"),
-    "JOB_COMPLETION_INDEX": (),
-}
-"""Variables of tasks of other launchers: MVAPICH2, Hydra, PMIx, LSF's jsrun, Kubeflow (for
-torchrun), an indexed job of Kubernetes. By the number of the task, the variables that are 1 if it
-is the only one."""
+UNKNOWN_SIZES = (
+    *("MV2_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"),
+    *("PET_NNODES", "PET_NPROC_PER_NODE"),
+)
+UNKNOWN_RANKS = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
+"""Variables of tasks of other launchers: MVAPICH2, Hydra, LSF's jsrun, Kubeflow (for torchrun);
+PMIx and an indexed job of Kubernetes, which set no size."""
 
-SINGLE = DistributedEnvironment("single", **on_nodes_of(1, 0, 1))
+SINGLE = DistributedEnvironment("single", 0, 0, 1, 1, 0, 1)
 
 _COUNT = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
 _BRACKET = re.compile(r"\[([0-9]+)[0-9,-]*\]", re.ASCII)
@@ -217,11 +212,8 @@ def _lost_its_step(read: Variables) -> bool:
 
 
 def _single(environ: Mapping[str, str], address: bool) -> DistributedEnvironment:
-    found = []
-    for rank, alone in UNKNOWN.items():
-        sizes = [name for name in alone if name in environ]
-        if (rank in environ or sizes) and not (sizes and all(environ[n] == "1" for n in sizes)):
-            found += [name for name in (rank, *sizes) if name in environ]
+    found = [name for name in UNKNOWN_SIZES if environ.get(name, "1") != "1"]
+    found += [name for name in UNKNOWN_RANKS if name in environ]
     if found:
         _warn_of_unknown_launcher(", ".join(f"{name}={environ[name]}" for name in found))
     return replace(SINGLE, master_port=0 if address else None)

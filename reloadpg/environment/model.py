@@ -36,18 +36,6 @@ class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
     """The launcher's variables do not identify this process; nothing was opened or written."""
 
 
-def on_nodes_of(local_world_size: int, rank: int, world_size: int) -> dict[str, Any]:
-    """The fields of a place where each node has so many consecutive ranks. Pure."""
-    return {
-        "rank": rank,
-        "local_rank": rank % local_world_size,
-        "world_size": world_size,
-        "local_world_size": local_world_size,
-        "node_rank": rank // local_world_size,
-        "num_nodes": -(-world_size // local_world_size),
-    }
-
-
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 """Variables of a job whose store is open: rank 0, too, is a client. Torch (2.8 to 2.15) uses the
 count to tell runs of an elastic job apart; here each run has a separate store."""

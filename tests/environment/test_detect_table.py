@@ -236,17 +236,14 @@ def test_other_numbers_than_those_of_slurm_or_openmpi_are_a_warning(
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=4",) * 2,
-        ("PMI_RANK=1 PMI_SIZE=4",) * 2,
-        ("PMIX_RANK=1",) * 2,
-        ("JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=4",) * 2,
-        ("PET_NODE_RANK=1 PET_NNODES=2 PET_NPROC_PER_NODE=1",) * 2,
-        ("PET_NNODES=1 PET_NPROC_PER_NODE=4",) * 2,
-        ("JOB_COMPLETION_INDEX=3",) * 2,
+        ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=4", "MV2_COMM_WORLD_SIZE=4"),
+        ("PMI_RANK=1 PMI_SIZE=4", "PMI_SIZE=4"),
+        ("PMIX_RANK=1", "PMIX_RANK=1"),
+        ("JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=4", "JSM_NAMESPACE_SIZE=4"),
+        ("PET_NODE_RANK=1 PET_NNODES=2 PET_NPROC_PER_NODE=1", "PET_NNODES=2"),
+        ("JOB_COMPLETION_INDEX=3", "JOB_COMPLETION_INDEX=3"),
         ("PMI_RANK=0 PMI_SIZE=1", ""),
-        ("PET_NODE_RANK=0 PET_NNODES=1 PET_NPROC_PER_NODE=1", ""),
         (f"PMI_RANK=1 PMI_SIZE=4 {SLURM}", ""),
-        (f"PMIX_RANK=1 {OMPI1}", ""),
         (f"PET_NODE_RANK=1 PET_NNODES=2 {TORCHRUN}", ""),
     ],
 )
@@ -262,4 +259,4 @@ def test_a_task_of_an_unknown_launcher_is_a_warning_that_names_the_variables(
     assert len(warned) == bool(said)
     if said:
         assert astuple(found) == SINGLE
-        assert f"has set {said.replace(' ', ', ')}. " in warned[0]
+        assert f"has set {said}. " in warned[0]
