@@ -37,7 +37,8 @@ class Launcher:
         size: number of tasks.
         local_rank: number of the task on its node.
         local_size: number of tasks on the node.
-        tasks_per_node: number of tasks on each node, as ``4(x2),3``.
+        tasks_per_node: number of tasks on each node, as ``4(x2)``. Unequal ones, as ``4(x2),3``, do
+            not say which of them is the number on this node: it is unknown.
         node_rank: number of the node.
         num_nodes: number of nodes.
         hosts: hosts of the nodes, as ``rack[1-2]node[08-11,20]-ib,login``.
@@ -251,8 +252,9 @@ def _from_row(row: Launcher, read: Variables, address: bool) -> DistributedEnvir
         num_nodes = read.integer(row.num_nodes, minimum=1, maximum=world_size)
         if row.node_rank in read:
             node_rank = read.below(row.node_rank, row.num_nodes, num_nodes)
-    if row.tasks_per_node in read and num_nodes is not None and node_rank is not None:
-        local_size = _tasks_per_node(row, read, world_size, num_nodes)[node_rank]
+    if row.tasks_per_node in read:
+        same = _COUNT.fullmatch(read.text(row.tasks_per_node))
+        local_size = int(same[1]) if same else None
     elif row.local_size in read:
         local_size = read.integer(row.local_size, minimum=1, maximum=world_size)
     elif world_size == 1 or ("MASTER_ADDR" in read and _is_loopback(read.host("MASTER_ADDR"))):
@@ -283,25 +285,6 @@ def _from_row(row: Launcher, read: Variables, address: bool) -> DistributedEnvir
 def _is_loopback(host: str) -> bool:
     address = ip_of(host)
     return host == "localhost" or (address is not None and address.is_loopback)
-
-
-def _tasks_per_node(row: Launcher, read: Variables, tasks: int, nodes: int) -> list[int]:
-    """Tasks on each node of the step: ``4(x2),3`` stands for ``[4, 4, 3]``."""
-    text = read.text(row.tasks_per_node)
-    counts: list[int] = []
-    for item in text.split(","):
-        match = _COUNT.fullmatch(item)
-        if match is None:
-            raise read.error(
-                f"{row.tasks_per_node}={text!r}: {item!r} is not a count as 4 or 4(x2)"
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
-    if (sum(counts), len(counts)) != (tasks, nodes):
-        raise read.error(
-            f"{row.tasks_per_node}={text} are {sum(counts)} tasks on {len(counts)} nodes, but "
-            f"{row.size}={tasks} and {row.num_nodes}={nodes}"
-        )
-    return counts
 
 
 def _address(

@@ -48,19 +48,6 @@ def total() -> float:
 # success
 
 
-@pytest.mark.parametrize("kind", ["scope", "context"])
-@pytest.mark.parametrize(
-    "store",
-    [pytest.param(store, marks=pytest.mark.ranks(4, store=store)) for store in ("parent", "rank0")],
-)
-def test_an_owned_group_is_destroyed_on_all_ranks_after_success(kind: str, store: str) -> None:
-    """Rank 0 does not end while the others need its store."""
-    with enter(kind):
-        bring_up(kind)
-        assert total() == 4
-    assert not dist.is_initialized()
-
-
 @pytest.mark.ranks(2, store="rank0")
 def test_rank_0_with_the_store_leaves_after_the_others_know_that_all_came(rank: int) -> None:
     """A slow peer still reads the decision; rank 0 could otherwise end before, with the store."""
