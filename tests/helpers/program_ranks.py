@@ -150,9 +150,7 @@ class Player:
         if self.program.on_nccl:
             given = {"device": self._device()}
             given |= {"device_id": self._device()} if self._job.bound else {}
-        return init_distributed(
-            self.program.backend, store=self._store(), timeout=LIMIT, network="off", **given
-        )
+        return init_distributed(self.program.backend, store=self._store(), timeout=LIMIT, **given)
 
     def _init(self) -> None:
         where: dict[str, Any] = {}
