@@ -1,4 +1,4 @@
-"""The user's barrier with a timeout, on the rendezvous store and without a collective.
+"""The user's barrier with a timeout, and ``rank_zero_first``: on the store, without a collective.
 
 Do not assume that it waits for work on devices: it synchronizes processes only.
 """
@@ -165,6 +165,39 @@ def rendezvous_of(group: ProcessGroup | None, purpose: str) -> Rendezvous:
     if chosen is None:
         raise _no_group(purpose)
     return _rendezvouses.of(chosen, purpose)
+
+
+@contextmanager
+def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Iterator[None]:
+    """Run the body on rank 0 first, then on the other ranks.
+
+    Collective over all ranks of the job; blocking. The ranks wait on the rendezvous store, as in
+    :func:`barrier`. In a world of 1, the body runs immediately.
+
+    Args:
+        timeout: how long the others wait for rank 0; a timedelta, or seconds.
+
+    Raises:
+        RendezvousTimeoutError: rank 0 did not finish in time. Also a TimeoutError.
+        PeerFailedError: the body raised on rank 0; it does not run on the other ranks.
+        ReloadpgError: several ranks, but no group yet.
+    """
+    timeout = as_timedelta(timeout, "timeout")
+    world = _group_or_world(None, "rank_zero_first()")
+    if world is None:
+        yield
+        return
+    round_ = job_round("rank_zero_first", ("rank 0 is done",), timeout)
+    if dist.get_rank() == 0:
+        try:
+            yield
+        except BaseException as error:
+            round_.fail(error)
+            raise
+        round_.barrier("rank 0 is done")
+    else:
+        round_.barrier("rank 0 is done")
+        yield
 
 
 def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
