@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import worlds
+from torch.torch_version import TorchVersion
 
 import reloadpg
 from reloadpg.errors import InvalidOptionError
@@ -51,7 +52,10 @@ def test_a_backend_that_outlives_its_generation_is_named() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_taker_is_known_while_it_holds_the_object() -> None:
-    """By module, line and generation. Torch's own calls, and a reference that is gone, are none."""
+    """By module, line and generation. Torch's own calls, and a reference that is gone, are none.
+
+    Torch 2.15 keeps the object as long as the backend lives, so only its end shows that it is gone.
+    """
     world = start()
     worlds.barrier()
     assert world._get_backend(worlds.device()).rank() == world.rank()
@@ -60,17 +64,17 @@ def test_the_taker_is_known_while_it_holds_the_object() -> None:
     torchs = in_torch(world, worlds.device())
     assert type(torchs).__module__.startswith("torch.")
     del torchs
-    assert reloadpg.status().borrowed == ()
+    kept = reloadpg.status().borrowed
+    assert len(kept) == (TorchVersion(torch.__version__) >= "2.15")
     backend = world._get_backend(worlds.device())
     line = sys._getframe().f_lineno - 1
-    (one,) = reloadpg.status().borrowed
+    (one,) = {*reloadpg.status().borrowed} - {*kept}
     assert (one.group, one.what, one.generation) == (world.group_name, "backend", 0)
     assert (one.by, one.where) == (__name__, f"test_borrowed.py:{line}")
     assert (one.ended, one.raw) == (False, False)
     assert str(one) in str(reloadpg.status())
     report = reloadpg.offload()
-    (one,) = report.borrowed
-    assert one.ended
+    assert [one.ended for one in report.borrowed] == [True] * (1 + len(kept))
     reloadpg.reload()
     del backend
     gc.collect()
