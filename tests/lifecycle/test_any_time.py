@@ -103,7 +103,6 @@ def test_an_offload_detects_a_group_that_one_rank_has_shut_down(rank, world):
 
 
 @pytest.mark.guarantees
-@pytest.mark.matrix
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("world", ["unbound", "bound"])
 def test_keys_of_the_user_in_a_groups_store_are_kept(rank, world):
