@@ -297,7 +297,7 @@ def test_install_after_autoinstall():
         reloadpg.install(min_size=3)
     assert "min_size=3 (in place: 2)" in str(conflict.value)
     reloadpg.uninstall()
-    assert reloadpg.install().options.strategy.name == "suspend"  # of the variables
+    assert reloadpg.install().options.strategy == "suspend"  # of the variables
     with pytest.raises(
         reloadpg.errors.PatchConflictError, match=r"\(in place: 'suspend'\)"
     ) as conflict:
