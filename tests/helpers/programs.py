@@ -683,8 +683,9 @@ def program_on_nccl(seed: int, *, suspends: bool, splits_mixed: bool) -> Program
     """
     draw = random.Random(seed)
     size, bound = draw.choice([2, 3]), draw.random() < 0.5
-    # Operations with a call that hangs reach the timeout.
-    options: dict[str, Any] = {"parallelism": draw.choice([1, 8]), "timeout": 15.0}
+    # Operations with a call that hangs reach the timeout. It is longer than those of the groups: a
+    # collective whose peer has aborted can stay on the device for its own timeout.
+    options: dict[str, Any] = {"parallelism": draw.choice([1, 8]), "timeout": 40.0}
     if suspends and draw.random() < 0.4:
         options["strategy"] = "suspend"
     variables = {"RELOADPG_STANDIN_PEER_ERRORS": "1"} if draw.random() < 0.3 else {}
