@@ -211,6 +211,7 @@ def one_dies_and_one_fails(rank: int, size: int) -> None:
     assert rank != FAULTY or PARALLELISM > 1 or "injected" in seen.cause
     assert seen.seconds < FAR
     assert seen.names(VICTIM), seen
+    assert seen.kind != "PeerFailedError" or VICTIM in (seen.rank, *seen.missing), seen
 
 
 def test_a_death_that_makes_another_rank_fail() -> None:
