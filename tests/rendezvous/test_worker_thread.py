@@ -121,4 +121,4 @@ def test_every_thread_of_the_library_follows_the_rule() -> None:
         if re.search(r"threading\.Thread\(|ThreadPoolExecutor|start_new_thread", text)
     }
     # Within a block that joins it; and a pool of workers, which Python joins itself.
-    assert found == {"cli/console.py", "testing/standins/_build.py"}
+    assert found == {"testing/standins/_build.py"}
