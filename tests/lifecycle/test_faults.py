@@ -200,8 +200,12 @@ def one_dies_and_one_fails(rank: int, size: int) -> None:
     if rank == VICTIM:
         store.set("test/victim", str(os.getpid()))
     actions = {
-        VICTIM: lambda: (store.wait(["test/0", "test/3"]), die()),
-        FAULTY: lambda: (await_death(int(store.get("test/victim"))), fail()),
+        VICTIM: lambda: (store.wait(["test/0", "test/1", "test/3"]), die()),
+        FAULTY: lambda: (
+            store.set("test/1", "here"),
+            await_death(int(store.get("test/victim"))),
+            fail(),
+        ),
     }
     interfere("reload.group3", actions.get(rank, lambda: store.set(f"test/{rank}", "here")))
     seen = attempt(reloadpg.reload)
