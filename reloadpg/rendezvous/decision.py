@@ -20,26 +20,21 @@ TIMEOUT_SETTING = {
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of a barrier. Written to the store once, by the rank that decides first.
+    """The decision of a barrier. It is written to the store once, by the rank that decides first.
 
     Attributes:
-        kind: ``ok``, ``failed``, ``timeout``, ``disagree``, ``recover`` (a rank requests a recovery
-            of all ranks and will not arrive), or ``cancelled`` (a rank was interrupted in a step
-            and will take part in no recovery). In a note on such a rank, ``withdrawn`` if it does.
+        kind: ``ok``, ``failed``, ``timeout``, ``disagree``, or ``recover`` (a rank requests a
+            recovery of all ranks).
         rank: the rank that failed, reached its timeout, or requests a recovery.
         text: the reason of the failure, or the difference between the ranks.
+        barrier: the barrier at which the operation ended early; -1 if it is unknown.
+        flags: of the first barrier: what ranks ask for, each with one rank and its reason.
         missing: ranks that did not respond after a timeout.
         stuck: ranks that responded but had not finished their own work at the timeout.
         silent: ranks that did not respond after a failure.
         doing: the work of the first of ``stuck``.
-        proposed: whether a rank has made a proposal.
-        extended: whether a rank has requested the optional barriers.
         by: the rank that wrote the decision for ``rank``.
         dead: ranks whose processes have ended, as detected by a rank on the same host.
-        aligns: whether the rank requests a new epoch for an operation, and not a recovery: it may
-            have lost count of the operations, since it lost the store in one.
-        interrupted: the rank whose interrupt of a step was known to the rank that requests a
-            recovery; -1 if none was.
         generation: the generation with which the ranks rebuild all groups of a reload, since they
             disagree on the state alone; otherwise 0.
     """
@@ -47,16 +42,14 @@ class Decision:
     kind: str
     rank: int = -1
     text: str = ""
+    barrier: int = -1
+    flags: tuple[tuple[str, int, str], ...] = ()
     missing: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
     doing: str = ""
-    proposed: bool = False
-    extended: bool = False
     by: int = -1
     dead: tuple[int, ...] = ()
-    aligns: bool = False
-    interrupted: int = -1
     generation: int = 0
 
     @property
@@ -72,6 +65,7 @@ class Decision:
     def from_json(cls, text: str | bytes) -> Decision:
         values: dict[str, Any] = json.loads(text)
         given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        given["flags"] = tuple(map(tuple, given.get("flags", ())))
         return cls(**given)
 
     def error(
@@ -89,25 +83,11 @@ class Decision:
         if self.kind == "recover":
             unchanged = operation != "recover" and phase == "enter"
             state = "Nothing was changed by this call" if unchanged else "See reloadpg.status()"
-            if self.aligns:
-                text = (
-                    f"rank {self.rank} has called {self.text}(), since it lost the store in an "
-                    f"earlier operation. {state}; call reloadpg.reload() on all ranks."
-                )
-            else:
-                text = (
-                    f"rank {self.rank} has called recover(): {self.text.rstrip('.')}. {state}; "
-                    "call reloadpg.recovery.recover() on this rank too."
-                )
-            return PeerFailedError(f"{operation}: {text}", rank=self.rank, phase=phase)
-        if self.kind == "cancelled":
-            return PeerFailedError(
-                f"{operation}: rank {self.rank} was interrupted and will not take part "
-                f"in a recovery: {self.text}. See reloadpg.status(). Restart the job, or call "
-                "reloadpg.recovery.recover() on all ranks.",
-                rank=self.rank,
-                phase=phase,
+            text = (
+                f"rank {self.rank} has called recover(): {self.text.rstrip('.')}. {state}; "
+                "call reloadpg.recovery.recover() on this rank too."
             )
+            return PeerFailedError(f"{operation}: {text}", rank=self.rank, phase=phase)
         if self.kind == "failed":
             how = "died" if self.rank in self.dead else "failed"
             return PeerFailedError(
@@ -135,7 +115,7 @@ class Decision:
 
     def earlier_failure(self, rank: int) -> str:
         """Return the text that names a rank that failed before ``rank``; empty if none did."""
-        if self.kind not in ("failed", "cancelled") or self.rank == rank:
+        if self.kind != "failed" or self.rank == rank:
             return ""
         return f"\nRank {self.rank} failed first: {self.text}"
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import NamedTuple
 
 from ..texts import format_ranks, named_ranks
 
@@ -15,20 +14,6 @@ GENERATION = "generation"
 
 SHUT_DOWN = "none, it was shut down"
 """The strategy of a group whose ``shutdown()`` or ``abort()`` the program has called."""
-
-
-class Proposal(NamedTuple):
-    """A rank's proposal on a subject, for the ranks that look it up.
-
-    Attributes:
-        subject: the subject, under a name that the other ranks know.
-        text: the proposal. If several ranks propose on a subject, all ranks read the same one.
-        yields: whether a proposal that does not yield takes precedence.
-    """
-
-    subject: str
-    text: str
-    yields: bool = False
 
 
 @dataclass(frozen=True)

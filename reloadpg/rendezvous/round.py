@@ -1,7 +1,8 @@
 """One operation on one rank: its barriers on the store, and its work between them.
 
-A :class:`Rendezvous` opens the operations of a job, one after the other; a :class:`Round` is one of
-them, with its remaining barriers in order.
+A :class:`Rendezvous` is the connection of a rank to the store of its job; it opens the operations.
+A :class:`Round` is one of them, with its remaining barriers in order. Both drive the generators of
+:mod:`.protocol` (:meth:`Rendezvous.drive`): each command is a request to the store.
 
 The timeout limits waiting, not work. A rank that has released or rebuilt a group increments a
 counter on the store, and every rank that sees a change restarts its timeout.
@@ -9,30 +10,370 @@ counter on the store, and every rank that sees a change restarts its timeout.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+from uuid import uuid4
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ..errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
+from .. import c10d
+from ..errors import ReloadpgError
 from ..settings import GRACE
-from .decision import Decision
-from .plan import Plan, Proposal
-from .protocol import ENTER, Arrive, Close, Decide, Fail, Next, Poll, Recover, State
-from .session import NOTIFY_S, Session, run_hooks, text_of
-from .store_client import read
+from ..texts import named_ranks
+from . import protocol, store_client
+from .decision import Decision, store_lost, store_silent
+from .peers import Peers
+from .plan import Plan
+from .protocol import OK, Ended, GaveUp, Rank, Steps
+from .store_client import Root, StoreClient, StoreSilent, append, read
 from .worker_thread import Attempt, Task, Wait, wait_seconds
 
 T = TypeVar("T")
 
-_NEXT_S = 1.0
-"""Seconds in which a late rank checks whether the others have begun the next operation."""
+PREFIX = "reloadpg"
+"""Prefix of the keys of a job."""
 
-_REQUEST_S = 10.0
-"""Seconds in which a rank tries to request a recovery."""
+_NOTIFY_S = 5.0
+"""Shortest time, in seconds, that a failing rank has to notify the others."""
+
+_COUNT_S = 5.0
+"""Timeout for counting a new job on the store, in seconds."""
+
+_FLAG_S = 0.5
+"""Timeout for reading whether a recovery was requested, in seconds."""
+
+_SILENT_S = 2.0, 60.0
+"""Back-off for an unresponsive store: initial and maximum, in seconds."""
+
+_BRIEF_S = 0.5
+"""Seconds of the first wait for a key before the ranks of a job have met."""
+
+_NAMED = 16
+"""Maximum number of missing ranks that the log of a long wait names."""
+
+_LOOKING = 8
+"""Ranks below this one, and powers of two, look for missing ranks during a long wait."""
+
+barrier_hooks: list[Callable[[str, str, str, int], object]] = []
+"""For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
+rank. What a hook raises is raised there. The moments are ``before`` this rank arrives; ``waiting``,
+counted there and about to wait, in the thread that asks the store; ``after`` it has read the
+decision; and ``failing``, before it notifies the others of a failure."""
+
+
+class Interrupted(Exception):  # noqa: N818 - never leaves this package
+    """The caller of an operation has told it to end."""
+
+
+class Rendezvous:
+    """The rendezvous of the ranks of a job, or of a group, on a store.
+
+    Args:
+        root: returns the store; None for a rank without peers.
+        rank: this rank.
+        size: number of ranks.
+        watches: whether to watch the processes on this host.
+        counts: whether this process will count the job; one that is refused while it starts takes
+            it for the first one on its store.
+
+    Attributes:
+        alone: whether this rank has no peers.
+        recovered: number of the last completed recovery; 0 before the first.
+        peers: the ranks of this host.
+        pause_s: seconds between two polls; it limits the requests of all ranks of a large job to
+            some thousand per second.
+    """
+
+    def __init__(
+        self,
+        root: Root | None,
+        rank: int,
+        size: int,
+        *,
+        watches: bool = False,
+        counts: bool = True,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.alone = root is None
+        self.recovered = 0
+        self.peers = Peers(rank, watches=watches and root is not None)
+        self.pause_s = max(0.1, size / 2000)
+        self._root = root
+        self._client = StoreClient(root)
+        self.state = Rank(rank, 1 if root is None else size, uuid4().hex, 0 if counts else 1)
+        self._requested = False
+        self._ask_again = self._silent_s = 0.0
+        self._progress = 0
+
+    @classmethod
+    def of_world(cls, world: ProcessGroup) -> Rendezvous:
+        """Return that of the job with the default group ``world``. Local."""
+        root = c10d.root_store_of_job(world) if c10d.has_peers() else None
+        return cls(root, world.rank(), world.size(), watches=True)
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds within which ranks must respond after a failure."""
+        return wait_seconds(GRACE) + 2 * self.pause_s
+
+    # -- the job ----------------------------------------------------------------------------
+
+    def connect_ahead(self) -> None:
+        """Connect to the store in the background. Local, non-blocking.
+
+        The thread that sends the requests starts here, so a process that can start no other thread
+        later can still notify the other ranks.
+        """
+        with suppress(ReloadpgError):
+            self._client.connect()
+
+    def count_job(self, seconds: float = _COUNT_S) -> None:
+        """Count this job on its store. Blocking, for at most ``seconds``; idempotent.
+
+        All ranks call this when the job begins: the first operation may be called by some ranks
+        only, and later another job may use the store's port. If it fails, the first operation does
+        it.
+        """
+        with suppress(ReloadpgError):
+            self._count(Wait("count", seconds))
+
+    def _count(self, wait: Wait) -> None:
+        if self.state.job:
+            return
+        self.drive(self.state.count(), wait)
+        if self.peers.host:
+            entry = self.peers.entry()
+            self.ask(lambda store: append(store, self._hosts, entry), wait)
+
+    @property
+    def _hosts(self) -> str:
+        return f"{self.state.job}/hosts/{self.peers.host}"
+
+    def end(self) -> None:
+        """End the thread of the requests. Local, non-blocking."""
+        self.peers.forget()
+        self._client.end()
+
+    def is_host(self) -> bool:
+        """Whether the store's server is in this process. Local."""
+        if self._root is None:
+            return False
+        try:
+            return c10d.is_store_host(self._root(), self.rank)
+        except RuntimeError:
+            return False  # the job has ended
+
+    # -- operations -------------------------------------------------------------------------
+
+    def open(
+        self,
+        operation: str,
+        phases: Sequence[str],
+        seconds: float,
+        *,
+        reason: str = "",
+        report: str = "",
+    ) -> Round:
+        """Enter the next operation. Blocking, with a timeout; all ranks make the same calls.
+
+        Args:
+            operation: its name. ``recover`` requests a recovery of all ranks, or joins the
+                requested one.
+            phases: the barriers.
+            seconds: the timeout: seconds without progress.
+            reason: of a recovery, for ranks that wait elsewhere.
+            report: of a recovery: this rank's report for :meth:`Round.gather`.
+
+        Raises:
+            PeerFailedError: another rank has requested a recovery; or operations have failed
+                without this rank. A reload and a recovery repair that, and do not raise it.
+            RendezvousTimeoutError, DisagreementError: likewise.
+            ReloadpgError: the store is lost.
+        """
+        round_ = Round(self, operation, phases, seconds)
+        round_.enter(reason, report)
+        return round_
+
+    def recovery_requested(self, every: float) -> bool:
+        """Whether a recovery was requested that this rank has not joined. Local, with a timeout.
+
+        Polls at most once per ``every`` seconds; otherwise returns the cached answer. False while
+        the store does not respond, with a back-off of 2 s that doubles up to a minute.
+        """
+        if self.alone or time.monotonic() < self._ask_again:
+            return self._requested
+        self._ask_again = time.monotonic() + every
+        try:
+            now = self.drive(self.state.read(), Wait("flag", _FLAG_S))
+            self._requested, self._silent_s = now.recovery >= self.state.next, 0.0
+        except ReloadpgError:
+            least, most = _SILENT_S
+            self._silent_s = min(most, max(least, 2 * self._silent_s))
+            self._ask_again = time.monotonic() + self._silent_s
+        return self._requested
+
+    # -- the store --------------------------------------------------------------------------
+
+    def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
+        """Send requests to this job's part of the store; see :meth:`ask_root`."""
+        return self.ask_root(lambda root: question(PrefixStore(PREFIX, root)), wait)
+
+    def ask_root(
+        self,
+        question: Callable[[Store], T],
+        wait: Wait,
+        stopped: Callable[[], object] = lambda: None,
+    ) -> T:
+        """Send requests to the whole store. Blocking, with a timeout; see :meth:`StoreClient.ask`.
+
+        Raises:
+            ReloadpgError: the store is lost.
+            RendezvousTimeoutError: the store does not respond.
+        """
+        try:
+            return self._client.ask(question, wait, stopped)
+        except store_client.StoreLost as error:
+            raise store_lost(wait.operation, wait.phase, error) from error
+        except StoreSilent:
+            raise store_silent(
+                wait.operation, wait.phase, seconds=wait.seconds, rank=self.rank, size=self.size
+            ) from None
+
+    def drive(self, steps: Steps, wait: Wait, round_: Round | None = None) -> Any:
+        """Perform the commands of a generator, and return its result. Blocking, with a timeout.
+
+        A late reply to an abandoned request reaches no generator.
+
+        Args:
+            steps: the generator.
+            wait: the deadline.
+            round_: the operation, if its ranks wait for each other here.
+
+        Raises:
+            ReloadpgError: the store is lost.
+            RendezvousTimeoutError: the store does not respond.
+            Ended, GaveUp, Interrupted: see :mod:`.protocol`.
+        """
+        try:
+            command = next(steps)
+            while True:
+                try:
+                    reply = self._execute(command, wait, round_)
+                except (GaveUp, Interrupted) as error:
+                    command = steps.throw(error)
+                else:
+                    command = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            steps.close()
+
+    def _execute(self, command: protocol.Command, wait: Wait, round_: Round | None) -> Any:
+        stopped = (lambda: None) if round_ is None else round_.check
+        if isinstance(command, protocol.Pause):
+            with wait.pause(self.pause_s) as seconds:
+                time.sleep(seconds)
+            return None
+        if not isinstance(command, protocol.Await):
+            return self.ask(partial(_request, command), wait)
+        stopped()
+        if wait.left == 0:
+            raise GaveUp(Decision("timeout", self.rank))
+        if command.again:
+            with wait.pause(self.pause_s) as seconds:
+                if round_ is None:
+                    time.sleep(seconds)
+                else:
+                    round_.interrupted.wait(seconds)
+            stopped()
+            if round_ is not None:
+                self._look(wait, round_)
+            return None
+        # Torch writes two warnings to stderr for each wait that times out, so there is only one
+        # such wait, which returns as soon as the key exists. A long wait continues by polling.
+        first = wait.first_log_s if self.state.confirmed else _BRIEF_S
+        first = min(first, wait.left / 2)
+        hook = None if round_ is None else partial(round_.run_hooks, "waiting")
+        question = partial(_wait_for, command.key, first, wait, hook)
+        return self.ask_root(question, wait, stopped)
+
+    def _look(self, wait: Wait, round_: Round) -> None:
+        """During a long wait: see the progress of other ranks, and who is missing."""
+        if self.extend(wait) or not self.peers.host or self.state.confirmed:
+            pass
+        else:  # the processes that have joined so far
+            self.watch(wait)
+        wait.log(partial(self._missing, wait))
+
+    def extend(self, wait: Wait, news: int = 0) -> bool:
+        """Report the progress of this rank, and restart the timeout if any rank has progressed."""
+        key = f"{self.state.job}/progress"
+        total = self.ask(lambda store: store.add(key, news), wait)
+        moved, self._progress = total - news != self._progress, total
+        if moved:
+            wait.extend()
+        return moved
+
+    def watch(self, wait: Wait) -> None:
+        """Watch the processes of this host that have joined the job."""
+        if self.peers.host:
+            self.peers.meet(self.ask(lambda store: read(store, self._hosts), wait) or "")
+
+    def _missing(self, wait: Wait) -> str:
+        """Name the missing ranks, for the log of a long wait. Empty on most ranks of a large job.
+
+        The answer costs the store's server as much as a barrier, so few ranks may ask for it.
+        """
+        rank, key = self.rank, self.state.key("here")
+        if rank >= _LOOKING and rank & (rank - 1):
+            return ""
+        here = {*map(int, (self.ask(lambda store: read(store, key), wait) or "").split())}
+        late = [other for other in range(self.size) if other not in here]
+        more = " and others" if len(late) > _NAMED else ""
+        return f"missing: {named_ranks(late[:_NAMED])}{more}" if late else ""
+
+    def death(self) -> Decision:
+        """The decision to write after processes of other ranks have ended. Local."""
+        dead = self.peers.dead()
+        text = f"its process on the host of rank {self.rank} has ended"
+        return Decision("failed", dead[0], text, by=self.rank, dead=dead)
+
+
+def _request(command: protocol.Command, store: Store) -> Any:
+    """Perform a command on the store, and return the reply."""
+    match command:
+        case protocol.Read(key):
+            return read(store, key)
+        case protocol.Swap(key, expected, value):
+            return store.compare_set(key, expected, value).decode()
+        case protocol.Add(key, amount):
+            return store.add(key, amount)
+        case protocol.Set(key, value):
+            store.set(key, value)
+        case protocol.Append(key, text):
+            append(store, key, text)
+        case protocol.Delete(keys):
+            with suppress(NotImplementedError):
+                for key in keys:
+                    store.delete_key(key)
+    return None
+
+
+def _wait_for(
+    key: str, seconds: float, wait: Wait, hook: Callable[[], object] | None, root: Store
+) -> None:
+    # Torch's wait can also return without the key if several clients time out at once (seen on
+    # 2.13), so its result is ignored. The next request finds out if the store is lost.
+    if hook is not None:
+        hook()
+    with suppress(RuntimeError), wait.pause(seconds) as left:
+        PrefixStore(PREFIX, root).wait([key], timedelta(seconds=max(0.01, left)))
 
 
 class Round:
@@ -40,75 +381,79 @@ class Round:
 
     Attributes:
         operation: its name, for messages.
-        sequence: number of the operation, equal on all ranks.
         seconds: the timeout of each wait.
         unfinished: abandoned tasks that were still running, with the numbers of their threads.
         decision: the decision that ended the operation early; None before that.
         since: Unix time at which this rank arrived at the next barrier, or began its work before
             it.
+        waiting: whether this rank waits at the next barrier for others.
         notified: set when the other ranks were notified of this rank's failure, or cannot be.
+        interrupted: set when the caller has told the operation to end.
+        number: number of the operation, equal on all ranks; 0 if this rank has not entered it.
     """
 
-    def __init__(self, rendezvous: Rendezvous, operation: str, seconds: float) -> None:
-        self._rendezvous = rendezvous
-        self._epoch = rendezvous.state.epoch
-        self._ended = False
+    def __init__(
+        self, rendezvous: Rendezvous, operation: str, phases: Sequence[str], seconds: float
+    ) -> None:
+        self._rendezvous, self._rank = rendezvous, rendezvous.state
+        self._phases, self._passed = tuple(phases), 0
+        self._ended = self._lost = self._counted = False
         self._advanced = 0
+        self._work: tuple[Attempt, list[Task[object]]] | None = None
         self.operation = operation
-        self.sequence = rendezvous.state.sequence
         self.seconds = seconds
         self.unfinished: list[tuple[int, Task[object]]] = []
-        self._work: tuple[Attempt, list[Task[object]]] | None = None
         self.decision: Decision | None = None
         self.since = time.time()
+        self.waiting = False
         self.notified = threading.Event()
-
-    @property
-    def _state(self) -> State:
-        return self._rendezvous.state
+        self.interrupted = threading.Event()
+        self.number = 0
 
     @property
     def label(self) -> str:
         """A label that is unique among the rounds on this store, over all jobs."""
-        return f"{self._state.instance}.{self._epoch}.{self.sequence}"
+        return f"{self._rank.job}.{self.number}"
 
     @property
     def phase(self) -> str:
         """The next barrier; empty after the last."""
-        return (self._state.phases or ("",))[0]
+        return self._phases[self._passed] if self._passed < len(self._phases) else ""
 
-    @property
-    def waiting(self) -> bool:
-        """Whether this rank waits at the next barrier for others. Local."""
-        return not self._ended and self._state.arrived
+    def run_hooks(self, moment: str) -> None:
+        for hook in barrier_hooks:
+            hook(moment, self.operation, self.phase, self._rendezvous.rank)
 
-    @property
-    def supposed_end(self) -> str | None:
-        """The phase at which the operation ends for a rank that has lost the store."""
-        return self._state.supposed_end
+    def enter(self, reason: str = "", report: str = "") -> None:
+        """Enter the operation; see :meth:`Rendezvous.open`."""
+        rendezvous, wait = self._rendezvous, Wait(self.operation, self.seconds, self.phase)
+        rendezvous._count(wait)
+        try:
+            rendezvous.drive(self._rank.enter(self.operation, reason), wait)
+        except Ended as ended:
+            self.decision, self._ended = ended.decision, True
+            self.notified.set()
+            raise self._error() from None
+        self.number = self._rank.number
+        if report:
+            key = self._rank.key("reports", barrier=0)
+            line = json.dumps([rendezvous.rank, report]) + "\n"
+            rendezvous.ask(lambda store: append(store, key, line), wait)
 
     # -- barriers ---------------------------------------------------------------------------
 
     def agree(
-        self,
-        phase: str,
-        plan: Plan,
-        proposals: Sequence[Proposal] = (),
-        subjects: Sequence[str] = (),
-        *,
-        extends: bool = False,
-    ) -> dict[str, str]:
+        self, phase: str, plan: Plan, flags: Mapping[str, str] = {}
+    ) -> dict[str, tuple[int, str]]:
         """Reach a barrier at which all plans must be equal. Collective, blocking, with a timeout.
 
         Args:
-            phase: the barrier.
+            phase: the barrier; the first one.
             plan: this rank's plan.
-            proposals: this rank's proposals.
-            subjects: the subjects whose proposals this rank needs.
-            extends: whether this rank requests the optional barriers.
+            flags: what this rank asks for, with the reasons.
 
         Returns:
-            The proposals on these subjects, if any.
+            What ranks have asked for, each with one of these ranks and its reason.
 
         Raises:
             DisagreementError: on all ranks; nothing was changed.
@@ -116,29 +461,51 @@ class Round:
         """
         rendezvous = self._rendezvous
         share = 0 if rendezvous.alone else plan.contribution(rendezvous.rank, rendezvous.size)
-        arrival = Arrive(plan.to_json(), share, tuple(proposals), extends)
-        barrier = self._state
-        if barrier.strayed and self._can_align(phase):
-            self._align(barrier)
-        while True:
-            try:
-                decision = self.barrier(phase, arrival)
-                break
-            except (RendezvousTimeoutError, PeerFailedError):
-                if not self._catch_up(barrier):
-                    raise
-        if not decision.proposed or not subjects:
-            return {}
+        decision = self._barrier(phase, plan.to_json(), share, flags)
+        return {flag: (rank, reason) for flag, rank, reason in decision.flags}
 
-        def look_up(store: Store) -> dict[str, str]:
-            stem = f"{self._epoch}.{self.sequence}/{phase}/proposal"
-            texts = {subject: read(store, f"{stem}/{subject}") for subject in subjects}
-            return {subject: text for subject, text in texts.items() if text is not None}
+    def barrier(self, phase: str) -> None:
+        """Wait until all ranks arrive. Collective, blocking, with a timeout.
 
-        return rendezvous.ask(look_up, Wait(self.operation, self.seconds, phase))
+        Raises:
+            RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
+            PeerFailedError: a rank failed before it arrived.
+        """
+        self._barrier(phase)
 
-    def disagree(self, phase: str, text: str) -> NoReturn:
-        """End the operation at a barrier at which this process cannot be counted. Local.
+    def _barrier(
+        self, phase: str, plan: str = "", share: int = 0, flags: Mapping[str, str] | None = None
+    ) -> Decision:
+        if self._ended or self.phase != phase:
+            raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
+        wait = Wait(self.operation, self.seconds, phase)
+        self.since, confirmed = time.time(), self._rank.confirmed
+        self.run_hooks("before")
+        self.waiting = True
+        steps = self._rank.barrier(share, flags, ends=phase == self._phases[-1])
+        try:
+            decision: Decision = self._drive(steps, wait)
+        except (Ended, GaveUp) as error:
+            decision = self._leave(error)
+            if decision.kind != "ok":
+                self.run_hooks("after")
+                self._end(decision, plan if decision.kind == "disagree" else "", waits=True)
+                raise self._error() from None
+        except ReloadpgError:
+            self._counted = True
+            raise
+        finally:
+            self.waiting, self.since = False, time.time()
+        self.number = self._rank.number
+        if not confirmed:
+            self._rendezvous.watch(wait)  # all are in the list of this host
+        self.run_hooks("after")
+        self._passed += 1
+        wait.log_end()
+        return decision
+
+    def disagree(self, text: str) -> NoReturn:
+        """End the operation, in which this process cannot be counted. Local.
 
         Waits a limited time for the other ranks, which raise the same error unless they have passed
         the barrier.
@@ -146,27 +513,9 @@ class Round:
         Raises:
             DisagreementError: with this text.
         """
-        rank, size = self._rendezvous.rank, self._rendezvous.size
-        decision = Decision("disagree", rank, text)
-        self._decide(decision, phase, "")
-        raise decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
-
-    def barrier(self, phase: str, arrival: Arrive = Arrive()) -> Decision:  # noqa: B008 - immutable
-        """Wait until all ranks arrive. Collective, blocking, with a timeout.
-
-        Raises:
-            RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
-            PeerFailedError: a rank failed before it arrived.
-        """
-        if not self._is_current or self.phase != phase:
-            raise ReloadpgError(f"barrier {phase!r} is not the next of {self._state.phases}")
-        wait = Wait(self.operation, self.seconds, phase)
-        self.since = time.time()
-        run_hooks("before", self.operation, phase, self._rendezvous.rank)
-        self._rendezvous.drive(arrival, wait)
-        passed = self._conclude(phase)
-        wait.log_end()
-        return passed
+        self._leave(GaveUp(Decision("disagree", self._rendezvous.rank, text)))
+        self.decision, self._ended = Decision("disagree", self._rendezvous.rank, text), True
+        raise self._error()
 
     def run(
         self,
@@ -192,7 +541,7 @@ class Round:
         rendezvous, wait = self._rendezvous, Wait(self.operation, self.seconds, phase)
         attempt = Attempt()
         tasks: list[Task[object]] = []
-        self._work = attempt, tasks  # before the first thread starts, where interrupts can occur
+        self._work = attempt, tasks
         done = False
         try:
             for index in range(threads):
@@ -202,47 +551,78 @@ class Round:
             while True:
                 # The process may have been stopped in this pause: that time does not count.
                 with wait.pause(pause) as seconds:
-                    done = _all_ended(tasks, seconds)
+                    done = _all_ended(tasks, seconds, self.interrupted)
                 if done:
                     return
                 pause = rendezvous.pause_s
                 if self._advanced != seen:
                     seen = self._advanced
                     wait.extend()
-                if rendezvous.peers.dead():  # the work may wait for them until a long timeout
-                    self._decide(rendezvous.death(), phase, doing())
+                self.check()  # the work may wait for a process that has ended
                 if not rendezvous.alone:
-                    rendezvous.drive(Poll(seen - reported), wait)
+                    self._drive(self._rank.look(), wait)
+                    rendezvous.extend(wait, seen - reported)
                     reported = seen
-                    # A new epoch for an operation ends no work: `agree` joins it at the barrier.
-                    if self._state.decision.kind and not self._state.decision.aligns:
-                        self._conclude(phase, doing())
                 wait.log(doing)
                 # Progress since the last look restarts the timeout in the next pass.
                 if wait.left == 0 and self._advanced == seen:
-                    self._decide(Decision("timeout", rendezvous.rank), phase, doing())
+                    raise GaveUp(Decision("timeout", rendezvous.rank))
+        except (Ended, GaveUp) as error:
+            self._abandon()
+            self._end(self._leave(error), doing(), waits=True)
+            raise self._error() from None
         finally:
             if done:
                 self._work = None
-            self._abandon()  # after an error of a thread, of a peer, or of a signal handler
+            self._abandon()  # after an error of a thread, or of a signal handler
 
     def _abandon(self) -> None:
-        """Abandon the work, if it has not ended. Idempotent; an interrupt may end it anywhere."""
+        """Abandon the work, if it has not ended. Idempotent."""
         if self._work is not None:
-            attempt, tasks = self._work
+            (attempt, tasks), self._work = self._work, None
             attempt.abandon()
             # No thread changes a group from here on: a result is committed within the attempt.
-            running = [(index, task) for index, task in enumerate(tasks) if not task.ended]
-            self.unfinished += [entry for entry in running if entry not in self.unfinished]
-            self._work = None
+            self.unfinished += [(n, task) for n, task in enumerate(tasks) if not task.ended]
 
     def advance(self) -> None:
         """Count progress of this rank. Local, from any thread."""
         self._advanced += 1
 
-    # -- failures ---------------------------------------------------------------------------
+    def gather(self) -> list[str]:
+        """Read all ranks' reports to a recovery, in order. Blocking, with a timeout."""
+        key, size = self._rank.key("reports", barrier=0), self._rendezvous.size
+        wait = Wait(self.operation, self.seconds, self.phase)
+        text = self._rendezvous.ask(lambda store: read(store, key), wait) or ""
+        reports = dict(json.loads(line) for line in text.splitlines())
+        return [reports.get(rank, "{}") for rank in range(size)]
 
-    def fail(self, error: BaseException, *, cancels: bool = False) -> str | None:
+    def write(self, name: str, text: str) -> None:
+        """Write a text for the other ranks. Blocking, with a timeout."""
+        key = self._rank.key(name, barrier=0)
+        wait = Wait(self.operation, self.seconds, self.phase)
+        self._rendezvous.ask(lambda store: store.set(key, text), wait)
+
+    def read(self, name: str) -> str:
+        """Read it. Call it after the barrier that follows."""
+        key = self._rank.key(name, self.number, 0)
+        wait = Wait(self.operation, self.seconds, self.phase)
+        return self._rendezvous.ask(lambda store: read(store, key), wait) or ""
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Tell this operation to end, from another thread. Local, non-blocking."""
+        self.interrupted.set()
+        self._rendezvous._client.wake()
+
+    def check(self) -> None:
+        """Raise if this rank gives up: it is interrupted, or a process on its host has ended."""
+        if self.interrupted.is_set():
+            raise Interrupted
+        if self._rendezvous.peers.dead():
+            raise GaveUp(self._rendezvous.death())
+
+    def fail(self, error: BaseException) -> str | None:
         """Notify the other ranks that this one has failed. Local; waits a limited time.
 
         It waits until they have read it, except after an interrupt. The ranks that did not respond
@@ -250,173 +630,89 @@ class Round:
 
         Args:
             error: the cause.
-            cancels: whether this rank will not take part in the next recovery.
 
         Returns:
             The phase at which the operation ended on all ranks. It may be later than the phase of
             this rank, if all ranks had just arrived at its barrier. None if all ranks have passed
-            the last barrier: the operation is then complete in spite of the error.
+            the last barrier: the operation is then complete in spite of the error. The first phase
+            if this rank has not entered the operation.
         """
-        run_hooks("failing", self.operation, self.phase, self._rendezvous.rank)
+        self.run_hooks("failing")
         try:
-            self._abandon()  # a second interrupt may have prevented it
-            open_ = self._is_current and (self.phase or cancels)
-            if open_ and not (self._ended or self._state.lost):
-                self._notify(error, "cancelled" if cancels else "failed")
-            self._ended = True  # an interrupt before this line lets the caller try again
+            self._abandon()
+            if self.number and not (self._ended or self._lost) and self.phase:
+                self._notify(error)
             return self.supposed_end
         finally:
+            self._ended = True
             self.notified.set()
 
-    def _notify(self, error: BaseException, kind: str) -> None:
-        rank, dead = self._rendezvous.rank, self._rendezvous.peers.dead()
-        event = Fail(Decision(kind, rank, text_of(error), dead=dead))
+    def _notify(self, error: BaseException) -> None:
+        rank = self._rendezvous.rank
+        dead = self._rendezvous.peers.dead()
         try:
-            seconds = max(NOTIFY_S, self._rendezvous.grace_s)
-            self._rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
+            decision = Decision("failed", rank, protocol.text_of(error), dead=dead)
+            decision = self._leave(GaveUp(decision))
             # The groups are aborted next, and a rank that still connects to them would raise that
             # instead of this error. An interrupt does not wait.
-            self._close("", waits=isinstance(error, Exception))
+            self._end(decision, "", waits=isinstance(error, Exception))
         except ReloadpgError as lost:
             _append(error, f"\nThe other ranks could not be notified: {lost}")
             return
-        decision = self._state.decision
-        if decision.kind:
-            self.decision = decision
-            _append(error, decision.earlier_failure(rank) + decision.silence(rank))
-
-    # -- one barrier ------------------------------------------------------------------------
+        if self.decision is not None and self.decision.kind != "ok":
+            _append(error, self.decision.earlier_failure(rank) + self.decision.silence(rank))
 
     @property
-    def _is_current(self) -> bool:
-        state = self._state
-        return (state.epoch, state.sequence) == (self._epoch, self.sequence)
+    def supposed_end(self) -> str | None:
+        """The phase at which the operation ends on all ranks; None if it is complete.
 
-    def _decide(self, decision: Decision, phase: str, doing: str) -> None:
-        # A separate deadline: that of the work may have passed. The first decision written counts.
-        self._rendezvous.drive(Decide(decision), Wait(self.operation, wait_seconds(GRACE), phase))
-        self._conclude(phase, doing)
-
-    def _conclude(self, phase: str, doing: str = "") -> Decision:
-        """Continue to the next barrier, or raise the error of the decision."""
-        run_hooks("after", self.operation, phase, self._rendezvous.rank)
-        self._close(doing, waits=True)
-        self.since = time.time()
-        decision = self._state.decision
-        if not decision.kind:
-            return self._state.passed
-        self._ended, self.decision = True, decision
-        rank, size = self._rendezvous.rank, self._rendezvous.size
-        raise decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
-
-    def _close(self, doing: str, *, waits: bool) -> None:
-        """Respond to a decision that ends the operation, if there is one. Idempotent."""
-        rendezvous = self._rendezvous
-        if self._state.decision.kind and not self._state.ended:
-            event = Close(doing, waits, rendezvous.is_host())
-            # Few ranks look for missing ones at first; the others find what those have written.
-            seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
-            rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
-
-    def _can_align(self, phase: str) -> bool:
-        """Whether this barrier can be reached in a new epoch. A recovery begins one itself."""
-        return phase == ENTER and self.operation != "recover"
-
-    def _align(self, barrier: State) -> bool:
-        """Begin this operation in a new epoch, in which all ranks count from the same number.
-
-        Returns False if other ranks wait for this one in a recovery.
+        A rank that has lost the store cannot know the decision of a barrier at which it was
+        counted. It assumes that the others have passed it.
         """
-        event = Recover(
-            self.operation,
-            "",
-            barrier.phases,
-            False,
-            aligns=True,
-            insists=barrier.strayed and self._epoch == barrier.epoch,  # once
-            optional=barrier.optional,
-        )
-        wait = Wait(self.operation, min(self.seconds, _REQUEST_S), ENTER)
+        index = self._passed + self._counted
+        if self.decision is not None and self.decision.kind == "ok":
+            return None
+        if self.decision is not None and self.decision.barrier >= 0:
+            index = self.decision.barrier
+        return self._phases[index] if index < len(self._phases) else None
+
+    def _drive(self, steps: Steps, wait: Wait) -> Any:
         try:
-            self._rendezvous.drive(event, wait)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._rendezvous.cancel_recovery(error)
+            return self._rendezvous.drive(steps, wait, self)
+        except ReloadpgError:
+            self._lost = True
             raise
-        if self._state.epoch == self._epoch:
-            return False
-        self._rendezvous.peers.forget()
-        self._move()
-        return True
 
-    def _move(self) -> None:
-        """Continue in the operation to which the state has moved."""
-        self._epoch, self.sequence = self._state.epoch, self._state.sequence
-        self._ended, self.decision = False, None
+    def _leave(self, error: BaseException) -> Decision:
+        """End the operation for all ranks; return how it ended."""
+        # A separate deadline: that of the work may have passed. The first decision written counts.
+        seconds = max(_NOTIFY_S, self._rendezvous.grace_s)
+        wait = Wait(self.operation, seconds, self.phase)
+        decision: Decision = self._rendezvous.drive(self._rank.leave(error), wait)
+        return decision
 
-    def _catch_up(self, barrier: State) -> bool:
-        """Move to the operation that the others have begun, if this rank missed this one.
+    def _end(self, decision: Decision, doing: str, *, waits: bool) -> None:
+        """Exchange the names of ranks after the end of the operation."""
+        rendezvous = self._rendezvous
+        self._ended, self.decision = True, decision
+        if decision.kind in ("ok", "recover"):
+            return
+        # Few ranks look for missing ones at first; the others find what those have written.
+        seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
+        steps = self._rank.close(decision, doing, waits=waits, hosts=rendezvous.is_host())
+        with suppress(ReloadpgError):  # the decision is known, without the names
+            self.decision = rendezvous.drive(steps, Wait(self.operation, seconds, self.phase))
 
-        Otherwise it would stay one behind. Nothing was changed. Returns whether it has moved.
-        """
-        decision = self.decision
-        ends = decision is not None and decision.kind == "recover"
-        if ends and self._can_align(barrier.phases[0]):
-            return self._align(barrier)  # unless that recovery goes on, it has ended
-        if decision is None or self._rendezvous.rank not in decision.missing:
-            return False
-        event = Next(barrier.phases, barrier.optional)
-        self._rendezvous.drive(event, Wait(self.operation, _NEXT_S, self.phase))
-        if self._state.sequence == self.sequence:
-            return self._state.strayed and self._align(barrier)
-        self._move()
-        return True
-
-
-class Rendezvous(Session):
-    """The rendezvous of the ranks of a job, or of a group, on a store: it opens their rounds."""
-
-    def open(
-        self,
-        operation: str,
-        phases: Sequence[str],
-        seconds: float,
-        optional: Sequence[str] = (),
-    ) -> Round:
-        """Begin an operation. Local; all ranks must begin their operations in the same order.
-
-        Its barriers are ``phases``. Those in ``optional`` are omitted unless a rank requests them
-        at the first one. ``seconds`` is the timeout: seconds without progress.
-        """
-        self._client.reserve()
-        with self._stepping:
-            self.state = self.state.open(tuple(phases), tuple(optional))
-        return Round(self, operation, seconds)
-
-    def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:
-        """Request a recovery of all ranks, or join the requested one. Local, with a timeout.
-
-        From then on, :meth:`recovery_requested` is true on ranks that have not joined it. Ranks
-        that wait at a barrier of an earlier epoch read the request there. The first barrier of the
-        operation that this rank would begin next ends immediately. ``reason`` is for ranks that
-        wait elsewhere, and ``report`` for :meth:`gather`.
-
-        Raises:
-            PeerFailedError: a rank was interrupted before it took part in a recovery, of which this
-                one has not known. It takes part in no recovery yet.
-            ReloadpgError: the store is lost.
-            RendezvousTimeoutError: the store does not respond.
-        """
-        event, epoch = Recover(reason, report, tuple(phases), False), self.state.epoch
-        self.drive(event, Wait("recover", min(seconds, _REQUEST_S), "flag"))
-        if self.state.epoch == epoch and not self.alone:
-            noted, size = self.state.noted, self.size
-            raise noted.error("recover", ENTER, seconds=seconds, rank=self.rank, size=size)
-        self.peers.forget()
-        return Round(self, "recover", seconds)
+    def _error(self) -> ReloadpgError:
+        decision = self.decision or OK
+        self.notified.set()
+        known = 0 <= decision.barrier < len(self._phases)
+        phase = self._phases[decision.barrier] if known else self.phase
+        rank, size = self._rendezvous.rank, self._rendezvous.size
+        return decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
 
 
-def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:
+def _all_ended(tasks: Sequence[Task[object]], seconds: float, interrupted: threading.Event) -> bool:
     """Wait for at most this many seconds; return whether all have ended. Raises their errors."""
     end = time.monotonic() + seconds
     while True:
@@ -427,10 +723,10 @@ def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:
         if not running:
             return True
         left = end - time.monotonic()
-        if left <= 0:
+        if left <= 0 or interrupted.is_set():
             return False
         # Any of several threads may fail first, and its error must not wait for the others.
-        running[0].wait(left if len(tasks) == 1 else min(left, 0.01))
+        running[0].wait(min(left, 0.5) if len(tasks) == 1 else min(left, 0.01))
 
 
 def _append(error: BaseException, text: str) -> None:

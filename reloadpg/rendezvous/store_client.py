@@ -1,28 +1,22 @@
-"""A separate store client with a timeout for each request.
+"""A separate store client, with a thread that sends its requests and a timeout for each of them.
 
 A store client of torch is locked during each of its waits, and an unreachable server blocks a
-client indefinitely. So the client that torch uses is never used here; requests run in a thread that
-can be abandoned; and an abandoned client is replaced.
+client indefinitely. So the client that torch uses is never used here; one thread sends the requests
+of a job; and a client whose request was abandoned is replaced, with its thread.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
 
 from torch.distributed import HashStore, Store
 
 from .. import c10d
 from ..errors import ReloadpgError
-from . import protocol
-from .peers import Peers
-from .worker_thread import SpareThread, Task, Wait
+from .worker_thread import LibraryThread, Task, Wait
 
 T = TypeVar("T")
 
@@ -33,13 +27,10 @@ _GRACE_S = 1.5
 """Seconds after a timeout within which the store may still respond."""
 
 _LOOK_S = 1.0
-"""Seconds between two checks of the processes on this host."""
+"""Longest time between two checks of the processes on this host, in seconds."""
 
 _PAUSE_S = 0.1
 """Seconds between two checks of the clock after a timeout: see :meth:`Wait.pause`."""
-
-_BRIEF_S = 0.5
-"""Seconds that a brief wait for a key lasts."""
 
 _POOLED = 16384
 """Maximum number of pooled clients over all ranks of a job (or one per rank, if it has more ranks).
@@ -50,11 +41,7 @@ _NOTHING = "-"
 nothing; ``check`` and ``get`` together take three."""
 
 
-class PeerDied(RuntimeError):  # noqa: N818 - never leaves this package
-    """A process on this host has ended while this rank waited for it."""
-
-
-class StoreSilent(TimeoutError):  # noqa: N818 - likewise
+class StoreSilent(TimeoutError):  # noqa: N818 - never leaves this package
     """The store did not respond in time."""
 
 
@@ -68,179 +55,174 @@ def read(store: Store, key: str) -> str | None:
     return None if value == _NOTHING else value
 
 
-def absent(store: Store, stem: str, ranks: Sequence[int], most: int | None = None) -> list[int]:
-    """The ranks without a key ``stem/rank``; if ``most`` is given, the first of them.
-
-    Takes few requests if there are few such ranks, or few are wanted.
-    """
-    if not ranks or store.check([f"{stem}/{rank}" for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return list(ranks)
-    half = len(ranks) // 2
-    missing = absent(store, stem, ranks[:half], most)
-    if most is None:
-        return missing + absent(store, stem, ranks[half:])
-    return (
-        missing
-        if len(missing) >= most
-        else missing + absent(store, stem, ranks[half:], most - len(missing))
-    )
+def append(store: Store, key: str, text: str) -> None:
+    """Append to a key. One request, or some on a store that cannot append, such as a FileStore."""
+    try:
+        cast(Any, store).append(key, text)
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "append" not in str(error):
+            raise
+        now = read(store, key) or ""
+        while (found := store.compare_set(key, now, now + text).decode()) != now + text:
+            now = found
 
 
-def execute(
-    store: Store,
-    command: protocol.Command,
-    wait: Wait,
-    pause_s: float,
-    peers: Peers,
-    detail: Callable[[Store], str] | None = None,
-) -> Any:
-    """Execute a command of the protocol, and return the reply. Blocking.
+class _Request(Generic[T]):
+    def __init__(self, question: Callable[[Store], T]) -> None:
+        self.question: Callable[[Store], T] | None = question
+        self.woken = threading.Event()  # by the end, or by :meth:`StoreClient.wake`
+        self.ended = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
 
-    Args:
-        store: the store.
-        command: the command.
-        wait: the deadline, which a command may restart.
-        pause_s: length of a pause.
-        peers: the ranks of this host.
-        detail: returns a text for the log of a long wait; None to log none.
-    """
-    match command:
-        case protocol.Add(key, amount):
-            return store.add(key, amount)
-        case protocol.Read(key):
-            return read(store, key)
-        case protocol.ReadAll(stem, ranks):
-            return tuple(read(store, f"{stem}/{rank}") or "" for rank in ranks)
-        case protocol.Set(key, value):
-            return store.set(key, value)
-        case protocol.Swap(key, expected, value):
-            return store.compare_set(key, expected, value).decode()
-        case protocol.Absent(stem, ranks):
-            return tuple(absent(store, stem, ranks))
-        case protocol.Delete(key):
-            with suppress(NotImplementedError):
-                store.delete_key(key)
-        case protocol.Await(key, brief):
-            # Torch writes two warnings to stderr for each wait that times out, so there is only one
-            # such wait, which returns as soon as the key exists. A long wait continues by polling.
-            first = min(_BRIEF_S if brief else wait.first_log_s, wait.left / 2)
-            # Torch's wait can also return without the key if several clients time out at once (seen
-            # on 2.13), so its result is ignored. The next request finds out if the store is lost.
-            with suppress(RuntimeError), wait.pause(first) as seconds:
-                store.wait([key], timedelta(seconds=max(0.01, seconds)))
-        case protocol.Pause(restart, sleeps):
-            if restart:
-                wait.extend()
-            if sleeps:
-                if detail is not None:
-                    wait.log(partial(detail, store))
-                with wait.pause(pause_s) as seconds:
-                    time.sleep(seconds)
-            return wait.left > 0
-        case protocol.Publish(key):
-            with suppress(NotImplementedError):
-                cast(Any, store).append(key, peers.entry())
-        case protocol.Meet(key):
-            return peers.meet(read(store, key) or "")
-    return None
+    def run(self, store: Store) -> None:
+        question, self.question = self.question, None
+        try:
+            self.result = cast("Callable[[Store], T]", question)(store)
+        except BaseException as error:
+            self.error = error
+        self.ended = True
+        self.woken.set()
+
+
+class _Connection(LibraryThread):
+    """A client of the store, and the thread that connects it and sends its requests."""
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        super().__init__(name="reloadpg-store", daemon=True)
+        self._connect: Callable[[], Store] | None = connect
+        self._requests: SimpleQueue[_Request[Any] | None] = SimpleQueue()
+        self._store: Store | None = None
+        self.start()
+
+    def run(self) -> None:
+        connect, self._connect, failed = self._connect, None, None
+        try:
+            store = self._store = cast("Callable[[], Store]", connect)()
+        except BaseException as error:  # each request raises it
+            failed = error
+        del connect
+        while (request := self._requests.get()) is not None:
+            if failed is None:
+                request.run(store)
+            else:
+                request.error, request.ended = failed, True
+                request.woken.set()
+            del request  # it holds references
+        self._store = None
+
+    def send(self, request: _Request[Any]) -> None:
+        self._requests.put(request)
+
+    def dismiss(self) -> None:
+        """End the thread after its current request. Local, non-blocking."""
+        self._requests.put(None)
+
+    def interrupt(self) -> None:
+        """Make the current request return, since the process ends. Local, non-blocking."""
+        if (store := self._store) is not None:
+            c10d.shut_store_connections(store)
 
 
 class StoreClient:
-    """A separate connection to the store of another client.
+    """A separate connection to the store of another client. One request at a time.
 
     Args:
         root: returns a client of the store, which is cloned and not used otherwise; None for a
             store of this process alone.
-        prepare: called with the client of a new connection, before it is used.
     """
 
-    def __init__(
-        self, root: Root | None, prepare: Callable[[Store], object] = lambda store: None
-    ) -> None:
+    def __init__(self, root: Root | None) -> None:
         self._root = root
-        self._prepare = prepare
         self._own = HashStore()
-        self._connection: Task[Store] | None = None
-        self._spare: SpareThread | None = None
+        self._connection: _Connection | None = None
+        self._request: _Request[Any] | None = None
 
-    def reserve(self) -> None:
-        """Start a thread in advance, which sends requests if no other one can be started. Local."""
-        if self._root is not None and (self._spare is None or not self._spare.is_idle):
-            with suppress(ReloadpgError):
-                self._spare = SpareThread()
-                weakref.finalize(self, self._spare.dismiss)
-
-    def connect(self) -> Task[Store]:
+    def connect(self) -> None:
         """Connect in the background, if not yet connected. Local, non-blocking. Idempotent.
 
         For each connection the server looks up the client's host name. If DNS does not respond,
         the server serves no client for 5 s (seen on torch 2.13 and 2.15).
         """
-        connection = self._connection
-        if connection is None:
-            connection = self._connection = Task(self._connect, "connect", spare=self._spare)
-        return connection
+        if self._root is not None and (self._connection is None or not self._connection.is_alive()):
+            root = self._root
+            self._connection = _Connection(lambda: c10d.clone_store(root()))
 
-    def _connect(self) -> Store:
-        store = self._own if self._root is None else c10d.clone_store(self._root())
-        self._prepare(store)
-        return store
+    def wake(self) -> None:
+        """Let the current request call ``stopped`` now. Local, from any thread."""
+        if (request := self._request) is not None:
+            request.woken.set()
 
     def ask(
-        self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
+        self,
+        question: Callable[[Store], T],
+        wait: Wait,
+        stopped: Callable[[], object] = lambda: None,
     ) -> T:
-        """Send requests to the store from a thread. Blocking, with a timeout; handles signals.
+        """Send a request in the client's thread. Blocking, with a timeout; handles signals.
 
         Args:
             question: called with the store; raises only what the store raises. It may block until
-                ``wait`` ends, and extend it.
+                ``wait`` ends.
             wait: the deadline; the store has ``_GRACE_S`` more to respond.
-            died: called every second; if it returns True, the request is abandoned.
+            stopped: called every second; the request is abandoned if it raises.
 
         Raises:
             StoreSilent: no response in time.
-            PeerDied: ``died`` returned True.
             StoreLost: the store has ended.
         """
         if self._root is None:
-            return question(self._connect())
-        connection = self.connect()
-        self._connection = None  # an abandoned request, after any interrupt, may hold its lock
+            return question(self._own)
+        request = self._request = _Request(question)
+        self.connect()
+        # After any error or interrupt, the abandoned request may hold the lock of the client.
+        connection, self._connection = cast(_Connection, self._connection), None
         try:
-            _await(connection, wait, died)
-            store = connection.result()
-            interrupt = partial(c10d.shut_store_connections, store)
-            task = Task(partial(question, store), "store", spare=self._spare, interrupt=interrupt)
-            _await(task, wait, died)
-            result = task.result()
-        except (PeerDied, ReloadpgError):  # the latter: no thread could be started
+            connection.send(request)
+            _await(request, wait, stopped)
+        except BaseException:
+            connection.dismiss()
             raise
-        except RuntimeError as error:
-            raise StoreLost(str(error)) from error
-        self._connection = connection
-        return result
+        finally:
+            self._request = None
+        if request.error is not None:
+            connection.dismiss()
+            if isinstance(request.error, ReloadpgError) or not isinstance(
+                request.error, RuntimeError
+            ):
+                raise request.error
+            raise StoreLost(str(request.error)) from request.error
+        if self._connection is None:
+            self._connection = connection
+        else:  # a signal handler has asked, too
+            connection.dismiss()
+        return request.result  # type: ignore[return-value]
+
+    def end(self) -> None:
+        """End the thread after its current request. Local, non-blocking."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.dismiss()
+
+    def __del__(self) -> None:
+        self.end()
 
 
-def _await(task: Task[Any], wait: Wait, died: Callable[[], object] | None) -> None:
+def _await(request: _Request[Any], wait: Wait, stopped: Callable[[], object]) -> None:
     """Wait until a request has ended; see :meth:`StoreClient.ask`."""
     grace: Wait | None = None
-    while not task.ended:
-        if wait.left:  # it may have been extended
-            grace = None
-            if died is None:
-                with wait.pause(_LOOK_S) as seconds:
-                    task.wait(seconds)
-            elif not task.wait(min(wait.left, _LOOK_S)) and died():
-                raise PeerDied
-        elif grace is None:
-            grace = Wait(wait.operation, _GRACE_S)
-        elif grace.left:
-            with grace.pause(_PAUSE_S) as seconds:
-                task.wait(seconds)
-        else:
+    while not request.ended:
+        limit, longest = (wait, _LOOK_S) if grace is None else (grace, _PAUSE_S)
+        if limit.left == 0 and grace is not None:
             raise StoreSilent
+        if limit.left == 0:
+            grace = Wait(wait.operation, _GRACE_S)
+            continue
+        with limit.pause(longest) as seconds:
+            if request.woken.wait(seconds) and not request.ended:
+                request.woken.clear()
+        if not request.ended:
+            stopped()
 
 
 class StorePool:

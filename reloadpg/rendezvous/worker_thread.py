@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Generic, TypeVar, cast
 
 from ..c10d import devices
@@ -72,12 +71,11 @@ class _Exit:
             self.begun = True
         threads = [thread for thread in threading.enumerate() if isinstance(thread, LibraryThread)]
         for thread in threads:
-            if isinstance(thread, SpareThread):
-                thread.dismiss()
+            thread.dismiss()
         self._join(threads, _EXIT_S)
         # A request that gets its response a moment later would end the process with SIGABRT.
         for thread in threads:
-            if isinstance(thread, Task):
+            if thread.is_alive():
                 thread.interrupt()
         self._join(threads, 1.0)
 
@@ -102,6 +100,12 @@ def exiting() -> bool:
 class LibraryThread(threading.Thread):
     """A thread of this library: the exit of the interpreter waits a limited time for it."""
 
+    def dismiss(self) -> None:
+        """End after the current call, if it waits for further ones. Local, non-blocking."""
+
+    def interrupt(self) -> None:
+        """Make the current call return, if that is known how. Local, non-blocking."""
+
     def start(self) -> None:
         """Start it.
 
@@ -123,41 +127,6 @@ class LibraryThread(threading.Thread):
                     f"cannot start a thread ({self.name}): {error}. See the limits of this "
                     "process for threads and memory (ulimit -a, pids.max)."
                 ) from error
-
-
-class SpareThread(LibraryThread):
-    """A thread that waits for calls, for when the system starts no other one.
-
-    It makes one call at a time. The exit of the interpreter does not wait for it while it is idle.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(name="reloadpg-spare", daemon=True)
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._busy = threading.Lock()
-        self.start()
-
-    def run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # it holds references
-            self._busy.release()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it can make a call. False in a forked child, which has no other threads."""
-        return self.is_alive() and not self._busy.locked()
-
-    def take(self, call: Callable[[], object]) -> bool:
-        """Make a call, unless it makes another one. Local, non-blocking."""
-        if not self.is_alive() or not self._busy.acquire(blocking=False):
-            return False
-        self._calls.put(call)
-        return True
-
-    def dismiss(self) -> None:
-        """End it after its current call. Local, non-blocking."""
-        self._calls.put(None)
 
 
 class Wait:
@@ -266,8 +235,6 @@ class Task(LibraryThread, Generic[T]):
         function: the function to call.
         name: name of the thread.
         daemon: if False, the exit of the interpreter waits until the call has returned.
-        spare: makes the call if no thread can be started.
-        interrupt: makes a call that still runs return, when the process ends.
     """
 
     def __init__(
@@ -276,21 +243,14 @@ class Task(LibraryThread, Generic[T]):
         name: str,
         *,
         daemon: bool = True,
-        spare: SpareThread | None = None,
-        interrupt: Callable[[], object] | None = None,
     ) -> None:
-        self._interrupt = interrupt
         self._ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
         self._device = devices.index_of_rank()
         self._function: Callable[[], T] | None = partial(contextvars.copy_context().run, function)
         super().__init__(name=f"reloadpg-{name}", daemon=daemon)
-        try:
-            self.start()
-        except ReloadpgError:
-            if exiting() or spare is None or not spare.take(self.run):
-                raise
+        self.start()
 
     def run(self) -> None:
         function, self._function = self._function, None
@@ -301,18 +261,11 @@ class Task(LibraryThread, Generic[T]):
             self._error = error
         finally:
             del function  # an ended task holds no references
-            self._interrupt = None
             self._ended.set()
 
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
-
-    def interrupt(self) -> None:
-        """Make the call return, if that is known how: the process ends. Local, non-blocking."""
-        interrupt = self._interrupt
-        if interrupt is not None and not self.ended:
-            interrupt()
 
     @property
     def is_current(self) -> bool:
