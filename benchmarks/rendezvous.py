@@ -30,10 +30,11 @@ from reloadpg.texts import table
 BOUND_S = 120.0
 
 
-class Counting:
-    """A store that counts the operations asked of it."""
+class Counting(dist.Store):
+    """A store that counts the operations asked of it, over a connection made for it."""
 
     def __init__(self, store: Any) -> None:
+        super().__init__()
         self._store = store
         self.operations = 0
 
@@ -42,16 +43,24 @@ class Counting:
         self._store = self._store.clone()
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._store, name)
-        if not callable(value):
-            return value
+    def _count(self, name: str, *args: Any) -> Any:
+        self.operations += 1
+        return getattr(self._store, name)(*args)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.operations += 1
-            return value(*args, **kwargs)
+    def set(self, key: str, value: Any) -> None:
+        self._count("set", key, value)
 
-        return counted
+    def add(self, key: str, amount: int) -> int:
+        return self._count("add", key, amount)  # type: ignore[no-any-return]
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._count("compare_set", key, expected, desired)  # type: ignore[no-any-return]
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802 - the name that torch looks for
+        return self._count("delete_key", key)  # type: ignore[no-any-return]
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._count("wait", keys, *timeout)
 
 
 def _plan(size: int) -> Plan:

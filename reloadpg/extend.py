@@ -8,8 +8,9 @@ only with a note in the changelog.
 * Groups: :class:`GroupState`, :class:`ManagedGroup`, :func:`managed`, :func:`managed_groups`,
   :func:`new_plain_group`, :func:`rename_backends`, ``COLLECTIVES``; sets of groups:
   :class:`Chosen`, :func:`check_name`, ``TRAINER``.
-* Operations in steps: :class:`Operation`, then :func:`release` (an offload) or :func:`restore` (a
-  reload), also as :class:`Pending`; :class:`Block`; :func:`check_group`, :func:`validate` and
+* Operations in steps: :class:`Operation`, then :func:`run` with the steps of an offload
+  (:func:`release`) or of a reload (:func:`restore`), or :func:`start`, also as :class:`Pending`;
+  :class:`Block`; :func:`check_group`, :func:`validate` and
   ``Connect``.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
 * Memory: :func:`add_check`, :func:`add_source`, :func:`free_bytes`, :func:`in_use`.
@@ -46,6 +47,8 @@ from .lifecycle.memory import in_use as in_use
 from .lifecycle.offload import release as release
 from .lifecycle.operation import Operation as Operation
 from .lifecycle.pending import Pending as Pending
+from .lifecycle.pending import run as run
+from .lifecycle.pending import start as start
 from .lifecycle.reload import restore as restore
 from .lifecycle.status import between_operations as between_operations
 from .lifecycle.status import running as running
@@ -86,6 +89,8 @@ __all__ = [
     "reload_world",
     "rename_backends",
     "restore",
+    "run",
     "running",
+    "start",
     "validate",
 ]

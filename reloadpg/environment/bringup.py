@@ -250,10 +250,10 @@ def bring_up(
     # A process that is refused is not counted, also on its host.
     rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
     if root is not None and not difference:
-        rendezvous.count_job(root())  # before the others can count on this process
+        rendezvous.count_job()  # before the others can count on this process
     round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
     if difference:
-        round_.disagree("agree", difference)
+        round_.disagree(difference)
     creation = _Creation(
         backend=backend,
         rank=rank,
@@ -338,10 +338,10 @@ class _Creation:
                     self.own.abort()
 
         try:
-            round_.run("connected", run, lambda: f"{self.at} over {interface_in_use()}")
-            round_.barrier("connected")
-        except BaseException as error:
-            round_.fail(error)
+            with round_:
+                round_.run("connected", run, lambda: f"{self.at} over {interface_in_use()}")
+                round_.barrier("connected")
+        except BaseException:
             self.own.abort()
             raise
         return made[0]

@@ -15,12 +15,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
 from ..lifecycle.job import jobs
 from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.store_client import StoreClient
 from ..rendezvous.worker_thread import Wait
 from ..settings import as_timedelta
 from ..texts import named_ranks
@@ -42,38 +42,44 @@ class _Rendezvouses:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
         self._known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, tuple[int, Rendezvous]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._pid = 0
+        # All of them send their requests from one thread.
+        self._clients: weakref.WeakKeyDictionary[ProcessGroup, StoreClient] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def of(self, group: ProcessGroup, purpose: str) -> Rendezvous:
         with self._lock:
             if self._pid != os.getpid():
-                # A forked child would share the parent's connection and count.
-                self._pid = os.getpid()
-                self._known = weakref.WeakKeyDictionary()
+                self._forget()  # a forked child would share the parent's connection and count
             job = jobs.known
             recovered = 0 if job is None else job.rendezvous.recovered
             known = self._known.setdefault(group, {})
             if purpose not in known or known[purpose][0] != recovered:
-                known[purpose] = recovered, _new_rendezvous(group, purpose, recovered)
+                known[purpose] = recovered, self._new(group, purpose, recovered)
             return known[purpose][1]
+
+    def _new(self, group: ProcessGroup, purpose: str, recovered: int) -> Rendezvous:
+        world = c10d.world()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size == 1 or world is None or not c10d.has_peers():
+            return Rendezvous(None, rank, size)
+        prefix = f"reloadpg/{purpose}/{c10d.name_of(group)}"
+        if recovered:
+            prefix += f"/after {recovered}"
+        root = c10d.root_store_of_job(world)
+        if world not in self._clients:
+            self._clients[world] = StoreClient(root)
+        return Rendezvous(root, rank, size, client=self._clients[world], prefix=prefix)
 
 
 _rendezvouses = _Rendezvouses()
-
-
-def _new_rendezvous(group: ProcessGroup, purpose: str, recovered: int) -> Rendezvous:
-    world = c10d.world()
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if size == 1 or world is None or not c10d.has_peers():
-        return Rendezvous(None, rank, size)
-    prefix = f"reloadpg/{purpose}/{c10d.name_of(group)}"
-    if recovered:
-        prefix += f"/after {recovered}"
-    find = c10d.root_store_of_job(world)
-    return Rendezvous(lambda: PrefixStore(prefix, find()), rank, size)
 
 
 def barrier(
@@ -118,13 +124,13 @@ def barrier(
     chosen = _group_or_world(group, f"barrier({reason!r})")
     if chosen is None:
         return
-    round_ = _rendezvouses.of(chosen, "barrier").open(what, ("arrive",), seconds)
-    with _in_job_ranks(chosen, what):
+    rendezvous = _rendezvouses.of(chosen, "barrier")
+    with _in_job_ranks(chosen, what), rendezvous.open(what, ("arrive",), seconds) as round_:
         round_.barrier("arrive")
 
 
 def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Round:
-    """Open a round of all ranks of the job for one purpose. Local; equal order on all ranks."""
+    """Open a round of all ranks of the job for one purpose. In equal order on all ranks."""
     return rendezvous_of(None, purpose).open(purpose, phases, timeout.total_seconds())
 
 
@@ -137,12 +143,11 @@ def leave_together(
     otherwise the store could end with its process before other ranks have read the decision.
     """
     rendezvous, seconds = rendezvous_of(group, purpose), timeout.total_seconds()
-    round_ = rendezvous.open(purpose, ("arrive",), seconds)
-    with _in_job_ranks(group, purpose):
+    with _in_job_ranks(group, purpose), rendezvous.open(purpose, ("arrive",), seconds) as round_:
         round_.barrier("arrive")
     if rendezvous.alone or group not in (None, c10d.world()):
         return
-    count, all_left = f"left/{round_.sequence}", f"all left/{round_.sequence}"
+    count, all_left = f"left/{round_.label}", f"all left/{round_.label}"
 
     def leave(store: Store) -> None:
         if rendezvous.rank == 0:
@@ -187,16 +192,11 @@ def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Itera
     if world is None:
         yield
         return
-    round_ = job_round("rank_zero_first", ("rank 0 is done",), timeout)
-    if dist.get_rank() == 0:
-        try:
+    with job_round("rank_zero_first", ("rank 0 is done",), timeout) as round_:
+        if dist.get_rank() == 0:
             yield
-        except BaseException as error:
-            round_.fail(error)
-            raise
         round_.barrier("rank 0 is done")
-    else:
-        round_.barrier("rank 0 is done")
+    if dist.get_rank() != 0:
         yield
 
 

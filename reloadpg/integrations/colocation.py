@@ -33,6 +33,8 @@ from ..extend import (
     check_name,
     release,
     restore,
+    run,
+    start,
     validate,
 )
 from ..reports import Report
@@ -186,12 +188,12 @@ class colocated:  # noqa: N801 - used like a function
         self._check_inside("groups_live")
         offloaded = self._block.is_offloaded  # not in a block within another
         with nullcontext() if self._saver is None else self._saver.outside_account():
-            report = restore(Operation("reload", self._trainer_sets))
+            report = run(Operation("reload", self._trainer_sets), restore)
             try:
                 yield report
             finally:
                 if offloaded:
-                    release(Operation("offload", self._trainer_sets))
+                    run(Operation("offload", self._trainer_sets), release)
 
     def _check_inside(self, what: str) -> None:
         if not self._inside:
@@ -326,7 +328,7 @@ class colocated:  # noqa: N801 - used like a function
 
     def _begin_reload(self) -> None:
         op = Operation("reload", self._block.due)
-        self._pending = Pending(op, partial(restore, how=self._connect))
+        self._pending = start(op, partial(restore, how=self._connect), wait=False)
 
     def _copy_weights_back(self) -> None:
         if self._copy_back is None or (self._saver is not None and self._saver.paused):
@@ -339,7 +341,7 @@ class colocated:  # noqa: N801 - used like a function
         pending, self._pending = self._pending, None
         if pending is None:
             op = Operation("reload", self._block.due)
-            self.reload_report = restore(op, self._connect)
+            self.reload_report = run(op, partial(restore, how=self._connect))
         else:
             self.reload_report = pending.result()
 

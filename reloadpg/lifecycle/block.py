@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import ContextDecorator
+from functools import partial
 from typing import Any
 
 from ..errors import InvalidOptionError
@@ -19,6 +20,7 @@ from .connect import Connect, validate
 from .job import jobs
 from .offload import release
 from .operation import Operation
+from .pending import run
 from .reload import restore
 
 logger = logging.getLogger("reloadpg")
@@ -128,7 +130,7 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
         block = Block(self._out)
         offload = block.enter(connect=self._connect)
         try:
-            reload = restore(Operation("reload", self._into), self._connect)
+            reload = run(Operation("reload", self._into), partial(restore, how=self._connect))
         except BaseException as error:
             block.leave(error, self._connect)
             raise
@@ -141,7 +143,7 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
         unused = block.unused(self._into)
         try:
             if unused and not block.is_void:
-                release(Operation("offload", unused))
+                run(Operation("offload", unused), release)
         except BaseException as failed:
             block.leave(error or failed, self._connect)
             if error is None:
@@ -192,7 +194,7 @@ class Block:
         states = [] if job is None else job.sets.of(self._chosen)
         found_live = [state for state in states if state.depth and not state.offloaded]
         try:
-            report = release(Operation("offload", self._chosen), collect)
+            report = run(Operation("offload", self._chosen), partial(release, collect=collect))
         except BaseException as error:
             if _cycles() != before:
                 self._count(found_live)
@@ -235,7 +237,7 @@ class Block:
         if self.is_void or not due:
             return
         try:
-            restore(Operation("reload", due), connect)
+            run(Operation("reload", due), partial(restore, how=connect))
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:
                 raise

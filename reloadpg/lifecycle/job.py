@@ -158,7 +158,7 @@ class Jobs(JobHooks):
                 # Rank 0's store, and the server in it, must not outlive the default group:
                 # otherwise the next job would find the keys of this one.
                 job = Job(weakref.ref(world, self._forget), Rendezvous.of_world(world))
-                job.connecting += job.rendezvous.connect_ahead()
+                job.rendezvous.connect_ahead()
                 if c10d.has_peers():
                     job.creation_stores = StorePool(c10d.root_store_of_job(world))
                 if (group := managed(world)) is not None:
@@ -189,7 +189,7 @@ class Jobs(JobHooks):
     def after_world(self, *, begins: bool) -> None:
         job = self.current("install")  # connects to the store in the background
         if begins and job is not None and not job.rendezvous.alone:
-            job.rendezvous.count_job(c10d.root_store(job.world))
+            job.rendezvous.count_job()
 
     # -- one operation at a time --------------------------------------------------------------
 

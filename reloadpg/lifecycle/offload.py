@@ -17,9 +17,8 @@ from . import memory
 from .callbacks import Callback, callbacks
 from .job import Job
 from .operation import Operation
-from .pending import Pending
+from .pending import Pending, start
 from .recreate import Releases
-from .run import await_unfinished, perform
 from .strategy import bytes_kept, choose, obstacle_of, refuse_borrowed, verify
 from .suspend import released_backends, suspend
 
@@ -82,17 +81,13 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         for name, value in (("collect", collect), ("wait", wait))
     )
     op = Operation("offload", Chosen.of(sets, "offload"))
-    return release(op, collect) if wait else Pending(op, partial(release, collect=collect))
+    return start(op, partial(release, collect=collect), wait=wait)
 
 
-def release(op: Operation, collect: bool = False) -> Report:
-    """Perform an offload to its end; see :func:`offload`."""
-    return perform(op, partial(_release, collect=collect))
-
-
-def _release(op: Operation, job: Job, collect: bool) -> None:
-    await_unfinished(op, job)
-    live = [group for group in reversed(op.changes.groups) if group.is_live]
+def release(op: Operation, job: Job, collect: bool = False) -> None:
+    """The steps of an offload; see :func:`offload`."""
+    op.await_unfinished()
+    live = [group for group in reversed(op.groups) if group.is_live]
     # All that can fail comes before the first barrier: the callbacks, what other code holds of the
     # groups, the device's work. When the last rank has arrived, every rank may change its groups.
     obstacle = obstacle_of(live, job) if op.may_suspend else ""
@@ -128,7 +123,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.record.warnings += releases.held()
     op.record.warnings += bytes_kept(suspended)
     op.complete("" if live else "no live reloadable group")
-    job.settle(op.changes.concerned)
+    job.settle(op.concerned)
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
 
@@ -151,7 +146,7 @@ def _prepare(
         refuse_borrowed(live, op.options.borrowed)
         told = op.of_generations(callbacks.offload, live)
     if told or op.due(due):
-        job.owed.append(op.changes.concerned)  # until the offload is complete
+        job.owed.append(op.concerned)  # until the offload is complete
     op.call([*due, *told])
     if ends:
         _forget_told(live)
@@ -173,7 +168,7 @@ def _quiesce(op: Operation, phase: str) -> None:
     """
 
     def synchronize() -> None:
-        live = [group for group in op.changes.groups if group.is_live]
+        live = [group for group in op.groups if group.is_live]
         devices.record({group.proxy: _devices_of(group) for group in live})
         devices.synchronize()
 

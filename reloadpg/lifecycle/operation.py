@@ -1,15 +1,17 @@
-"""One offload, reload or recovery on this rank: its barriers, and its steps between them.
+"""One offload, reload or recovery on this rank: what it changes, its barriers, its steps, its end.
 
-It begins (no other one can begin in this process), opens (its barriers are known), and is either
-committed by :meth:`Operation.complete` or ended by ``failure``, which leaves all groups failed or
-unchanged on all ranks. :class:`.transaction.Transaction` has what it changes.
+It runs in a separate thread (:mod:`.pending`), whose whole work is the ``with`` block of an
+:class:`Operation`. The block enters the operation with all ranks. It leaves it complete, by
+:meth:`Operation.complete`; or by an error, which leaves the groups failed or unchanged on all
+ranks.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,21 +29,24 @@ from ..errors import (
 )
 from ..groups.creation import HANDED_OVER
 from ..groups.managed import ManagedGroup
-from ..groups.offloaded import UnderWay
+from ..groups.offloaded import GroupState, UnderWay
 from ..groups.region import refuse_undeclared
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection
 from ..groups.sets import ALL, Chosen
-from ..rendezvous.plan import Proposal
-from ..rendezvous.round import Round
+from ..rendezvous.plan import GENERATION, GroupPlan, Plan
+from ..rendezvous.round import Interrupted, Round
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Attempt
+from ..rendezvous.worker_thread import Attempt, Wait
 from ..reports import OperationStatus, Report
 from ..settings import IS_OFF
+from .abort import abort
 from .callbacks import Callback, callbacks
-from .job import Job, jobs
+from .job import Job, Unfinished, jobs
 from .record import Record
-from .transaction import Transaction
+from .strategy import planned
+
+logger = logging.getLogger("reloadpg")
 
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
@@ -58,7 +63,13 @@ _DEFAULTS = Options(Selection.of(None, 2, True), "recreate", timedelta(minutes=5
 """The options of an operation that does nothing, because the library is off."""
 
 _OBSTACLE = "obstacle"
-"""Subject of the proposals to recreate groups that were to be suspended."""
+"""The flag of a rank that cannot suspend its groups."""
+
+_ABORT_S = 2.0
+"""Seconds that a failed operation waits for its communicators to abort before it raises."""
+
+_UNFINISHED_S = 10.0
+"""Seconds that an operation waits for communicators that a failed one is still destroying."""
 
 Action = Callable[[ManagedGroup, Attempt, int], object]
 
@@ -72,15 +83,19 @@ class Operation:
         skip: of a reload, the names of the registered groups to leave out.
 
     Attributes:
-        is_running: whether this operation runs in this process: see :meth:`Registry.begin`.
+        is_running: whether it runs in this process: see :meth:`Jobs.begin`.
         job: the job; None if torch.distributed is not initialized.
-        changes: what it changes; unset without a job.
         may_suspend: whether this job suspends groups where it can: equal on all ranks.
-        opened: whether its barriers are known.
-        round: the barriers to reach.
+        concerned: the chosen sets that it will change.
+        groups: their managed groups, in the order that all ranks share.
+        was_offloaded: whether these sets were offloaded at the start.
+        generation: the job's generation after the operation.
+        whole: whether all groups of the chosen sets are rebuilt, whatever their state.
+        round: the barriers to reach; None before this rank has entered the operation.
         record: times, memory and warnings, for the report.
         activity: this rank's current activity other than with groups, as text.
         report: the report of this rank; set when the operation has ended.
+        in_caller: calls a function in the thread of the caller, if that waits.
 
     Raises:
         NotInstalledError: ``install`` was not called.
@@ -99,57 +114,264 @@ class Operation:
             refuse_undeclared(sorted(chosen.names), self.options.selection.set_names, name)
         self.may_suspend = self.options.strategy == "suspend"
         self.chosen = chosen
-        self.skip = skip
         self.record = Record(name, chosen)
         note = IS_OFF if registry.off else "torch.distributed is not initialized"
         self.report = Report(operation=name, changed=False, generation=0, note=note)
         self.activity = ""
-        self.opened = False
         self.job: Job | None = None
         self.is_running = False
-        self._completed = False
+        self.in_caller: Callable[[Callable[[], object]], object] = lambda call: call()
+        self._skip = skip
+        self._round: Round | None = None
+        self._interrupt: BaseException | None = None
+        self._committed = self._completed = False
         self._current: dict[int, str] = {}
         self._took: dict[ManagedGroup, tuple[float, float]] = {}  # begin and duration
         self._to_do = 0
         self._reserved: list[ManagedGroup] = []
         self._under_way: UnderWay | None = None
 
+    # -- its begin and its end --------------------------------------------------------------
+
     def begin(self) -> None:
-        """Begin the operation and, except in a recovery, open its barriers. Local, idempotent.
+        """Begin the operation in this process. Local.
 
         Raises:
             ReloadpgError: another operation runs, or the groups belong to a parent process.
         """
-        if self.is_running:
-            return
         self.is_running = True
         jobs.begin(self)
-        job = self.job = jobs.current(self.name)
-        if job is None:
-            return
-        self.world = job.world
-        self.changes = Transaction(self.name, self.chosen, job, self.options, self.skip)
-        if self.name == "recover":  # the store determines its round
-            return
-        phases = [p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING]
-        if self.name == "reload" and not self.changes.was_offloaded:
-            phases = phases[:1]  # nothing is offloaded: it ends when all ranks agree on that
-        seconds = self.options.timeout.total_seconds()
-        self.open(job.rendezvous.open(self.name, phases, seconds))
+        job = jobs.current(self.name)
+        if job is not None:
+            self.world = job.world
+            if text := c10d.devices.difference():
+                self.record.warnings.append(text)
+            self._choose(job)
+        self.job = job  # last: an interrupt before this line has changed nothing
 
-    def open(self, round_: Round) -> None:
-        """Open the barriers of this operation, or those that take their place. Local."""
-        if self.job is not None:
-            self.job.round, self.job.last_error = round_, ""
-        self.round = round_
-        if self.opened:
-            return
-        self.opened = True
-        if text := c10d.devices.difference():
-            self.record.warnings.append(text)
+    def __enter__(self) -> Operation:
+        """Enter the operation with all ranks, except in a recovery: it requests its own."""
+        job = self.job
+        if job is None:
+            return self
         self.record.measure("before")
         for callback in list(callbacks.begin):
             callback()
+        try:
+            if self.name != "recover":
+                self.open([p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING])
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def open(
+        self, phases: Sequence[str], seconds: float = 0, *, reason: str = "", report: str = ""
+    ) -> None:
+        """Enter the next operation of the job; see :meth:`Rendezvous.open`."""
+        job = self._known
+        job.last_error = ""
+        if self.name == "reload" and not self.was_offloaded:
+            phases = phases[:1]  # nothing is offloaded: it ends when all ranks agree on that
+        seconds = seconds or self.options.timeout.total_seconds()
+        self._round = job.round = Round(job.rendezvous, self.name, phases, seconds)
+        if self._interrupt is not None:
+            self._round.interrupt()
+        self._round.enter(reason, report)
+
+    @property
+    def round(self) -> Round:
+        if self._round is None:
+            raise ReloadpgError(f"{self.name} has no barriers before all ranks have entered it")
+        return self._round
+
+    @property
+    def _known(self) -> Job:
+        if self.job is None:
+            raise ReloadpgError(f"{self.name} has no job; this is a bug")
+        return self.job
+
+    def interrupt(self, error: BaseException) -> None:
+        """Tell the operation to end, for an error in the waiting caller. Local, non-blocking."""
+        self._interrupt = error
+        if self._round is not None:
+            self._round.interrupt()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Interrupted) and self._interrupt is not None:
+            error = self._interrupt
+        if error is not None and self.job is not None:
+            self._end_early(self.job, error)
+        self.end()
+        if error is self._interrupt and error is not None:
+            raise error
+
+    def end(self) -> None:
+        """End it in this process: free its groups, and wake threads that wait for it. Local."""
+        for group in self._reserved:
+            group.reserve(None)
+        if self._round is not None:
+            self._round.notified.set()
+        self.is_running = False
+
+    def _end_early(self, job: Job, error: BaseException) -> None:
+        """End it as all ranks do: complete, unchanged, or failed. Local, with a timeout.
+
+        The phase at which the operation ended decides: the last rank may have arrived at a barrier
+        just before this error, so the others may be in a later phase, or done.
+        """
+        self.activity = f"ending it after {type(error).__name__}"
+        phase: str | None = PHASES[self.name][0]
+        if self._round is not None:
+            phase = self._round.fail(error)
+        if phase is None:
+            self.complete()
+        elif phase in TOUCHING or self.name == "recover":
+            self._leave_failed(job, phase, error)
+        job.last_error = f"{type(error).__name__}: {error}"
+        self.report = self.record.report(job, error=job.last_error)
+
+    def _leave_failed(self, job: Job, phase: str, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.mark_offloaded()
+        if phase in ("suspended", "resumed"):
+            job.suspend_obstacle = f"an earlier {self.name} failed in its phase {phase!r}: {reason}"
+            self.record.warnings = ["from now on, the job recreates its groups and suspends none"]
+        if job.creation_stores is not None:  # abandoned creations may hold the clients indefinitely
+            job.creation_stores = job.creation_stores.replaced()
+        # Some ranks may have rebuilt a group and others not. With different generations, the ranks
+        # would disagree in every later attempt.
+        for group, generation in self._generations.items():
+            group.generation = generation
+        creates = self.name != "offload"
+        for index, task in self._round.unfinished if self._round is not None else ():
+            job.unfinished.append(Unfinished(self.doing(index), task, creates))
+        # A recovery replaces all backends: some ranks may already have the new ones, and others
+        # not.
+        groups, whole = list(reversed(self.groups)), self.name == "recover"
+        aborts = abort(job, groups, GroupState.FAILED, reason, whole=whole)
+        # Usually their memory is free before the caller sees the error. An abort that hangs must
+        # not withhold the error: the next operation waits for it again, and reports it.
+        end = Wait(self.name, _ABORT_S)
+        for aborting in aborts:
+            aborting.task.wait(end.left)
+        for aborting in aborts:
+            if not aborting.task.ended:
+                logger.error(
+                    "%s: after %g s, %s; its memory is not free", self.name, _ABORT_S, aborting
+                )
+
+    def complete(self, note: str = "") -> None:
+        """Commit, and build the report."""
+        if not self._completed:
+            self._commit()
+            self.report = self.record.report(self._known, note)
+            self._completed = True
+
+    # -- what it changes --------------------------------------------------------------------
+
+    def _choose(self, job: Job) -> None:
+        """Choose the groups, and note what was before."""
+        self.concerned, self._left_out = self.chosen, job.left_out
+        job.sets.declare(self.options.selection.set_names)
+        offloads = self.name == "offload"
+        due = job.sets.where(self.chosen, lambda state: state.offloaded != offloads)
+        self.was_offloaded = bool(due) != offloads
+        if self.name == "reload" and self._is_to_try_again(job):
+            self.was_offloaded = True
+        elif self.name == "reload" and due:
+            self.concerned = due
+        self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
+        if offloads:
+            self.concerned = due.joined(group.set_name for group in self.groups if group.is_live)
+        # Ranks that disagree on the state still have the same groups.
+        self._planned = self.groups
+        if self.name == "reload":
+            self._planned = [g for g in registry.managed() if g.set_name in self.chosen]
+        # No group is deleted while the operation runs, whichever of these it changes.
+        self._proxies = [group.proxy for group in (*self.groups, *self._planned)]
+        self._states = job.sets.of(self.concerned)
+        self._generations = {group: group.generation for group in self.groups}
+        self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
+        self.whole = self.name == "recover"
+
+    def _is_to_try_again(self, job: Job) -> bool:
+        """Whether an earlier reload has left out a group that this one does not. Local."""
+        left_out = job.left_out.items()
+        return any(
+            not sets.without(self.chosen) for name, sets in left_out if name not in self._skip
+        )
+
+    def leave_out(self, left_out: Mapping[str, Chosen]) -> None:
+        """Of a recovery: leave out the groups that reloads have left out on any rank. Local."""
+        self._left_out, self._skip = dict(left_out), frozenset(left_out)
+
+    @property
+    def skipped(self) -> list[ManagedGroup]:
+        """The groups of this rank to leave out."""
+        registered = [g for g in self.groups if g.construction.is_handed_over and not g.is_live]
+        return [group for group in registered if group.name in self._skip]
+
+    def rebuild_all(self, generation: int) -> None:
+        """Make this a reload of all groups of the chosen sets, whatever their state. Local."""
+        self.whole, self.was_offloaded, self.generation = True, True, generation
+        self.concerned, self.groups = self.chosen, self._planned
+        self._generations = {group: group.generation for group in self.groups}
+        self._states = self._known.sets.of(self.concerned)
+
+    def _plan(self, settings: Mapping[str, str]) -> Plan:
+        """The plan, which must be equal on all ranks; without the state if it is ``whole``."""
+        job, state = self._known, {}
+        if self.name != "recover":
+            settings = {"chosen sets": str(self.chosen), **settings}
+            if self._skip:
+                settings["skip"] = ", ".join(sorted(self._skip))
+        if not self.whole:
+            state = {GENERATION: str(job.generation), "state": job.sets.plan()}
+            if job.left_out:
+                state["left out"] = ", ".join(sorted(job.left_out))
+        options = {name: str(value) for name, value in self.options.settings().items()}
+        groups = tuple(
+            GroupPlan(
+                group.name,
+                construction.ranks,
+                0 if self.whole else group.generation,
+                "recreate" if self.whole else planned(group, self.options.strategy),
+                construction.digest,
+                group.set_name,
+                construction.summary,
+            )
+            for group in self._planned
+            if not (construction := group.construction).is_handed_over
+        )
+        return Plan(self.name, dict(settings), groups, options, state)
+
+    def _commit(self) -> None:
+        """Record the state that all ranks have after the operation. Once."""
+        if self._committed:
+            return
+        self._committed, job = True, self._known
+        if self.name == "offload":
+            job.cycles += not self.was_offloaded
+            for state in self._states:
+                state.cycles, state.offloaded = state.cycles + (not state.offloaded), True
+            for group in self.groups:
+                group.clear_failure()
+        elif self.was_offloaded:
+            job.generation = self.generation
+            for state in self._states:
+                state.generation, state.offloaded = self.generation, False
+            if self.name == "reload":
+                others = {n: s for n, s in self._left_out.items() if s.without(self.chosen)}
+                job.left_out = {**others, **dict.fromkeys(self._skip, self.chosen)}
+        if self.name == "recover":
+            job.left_out = self._left_out
+            job.rendezvous.recovered = self.round.number
+
+    def mark_offloaded(self) -> None:
+        """Mark the concerned sets as offloaded: their groups have no communicators. Local."""
+        for state in self._states:
+            state.offloaded = True
 
     def reserve(self, under_way: UnderWay) -> None:
         """Restrict the groups that it changes to this operation's threads until it ends.
@@ -157,12 +379,11 @@ class Operation:
         Groups that an asynchronous save uses follow when :meth:`await_saves` has returned.
         """
         self._under_way = under_way
-        if self.opened:
-            saving = self._saves().values()
-            for group in self.changes.groups:
-                if group.proxy not in saving and (self.name == "offload" or not group.is_live):
-                    self._reserved.append(group)
-                    group.reserve(under_way)
+        saving = self._saves().values()
+        for group in self.groups if self.job is not None else ():
+            if group.proxy not in saving and (self.name == "offload" or not group.is_live):
+                self._reserved.append(group)
+                group.reserve(under_way)
 
     def reserve_all(self) -> None:
         """Reserve the groups that a reload has only now released."""
@@ -171,7 +392,7 @@ class Operation:
 
     def _saves(self) -> dict[futures.Future[object], ProcessGroup]:
         """The asynchronous saves on groups whose backend of the CPU will be released. Local."""
-        groups = self.changes.groups if self.name == "offload" else []
+        groups = self.groups if self.name == "offload" and self.job is not None else []
         return c10d.saves_on(
             [g.proxy for g in groups if g.is_live and "cpu" in g.construction.selected]
         )
@@ -182,17 +403,17 @@ class Operation:
 
     def status(self) -> OperationStatus:
         """Return the progress of this operation on this rank. Local, from any thread."""
-        begun = self.record.started_at
-        if not self.opened:
+        begun, round_ = self.record.started_at, self._round
+        if round_ is None:
             return OperationStatus(self.name, 0, "", False, begun, begun)
-        waiting = self.round.waiting
+        waiting = round_.waiting
         return OperationStatus(
             self.name,
-            self.round.sequence,
-            self.round.phase,
+            round_.number,
+            round_.phase,
             waiting,
             begun,
-            self.round.since,
+            round_.since,
             "" if waiting else self.activity or self.doing(),
             len(self._took),
             self._to_do,
@@ -215,14 +436,11 @@ class Operation:
         Returns:
             An obstacle and its rank, the same on all ranks; empty if no rank has one.
         """
-        plan, given, needed = self.changes.plan(settings), [], []
-        if obstacle:
-            given = [Proposal(_OBSTACLE, f"rank {self.world.rank()}: {obstacle}")]
-        if self.name == "offload" and self.may_suspend:
-            needed = [_OBSTACLE]
+        plan, flags = self._plan(settings), {_OBSTACLE: obstacle} if obstacle else {}
         with self.record.timed("wait.enter", measure=False):
-            proposed = self.round.agree("enter", plan, given, needed)
-        return proposed.get(_OBSTACLE, "")
+            raised = self.round.agree("enter", plan, flags)
+        rank, obstacle = raised.get(_OBSTACLE, (0, ""))
+        return f"rank {rank}: {obstacle}" if obstacle else ""
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; see :meth:`Round.barrier`."""
@@ -319,8 +537,7 @@ class Operation:
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
-        concerned = self.changes.concerned
-        return [c for c in callbacks if c.group is None and concerned.overlaps(c.sets)]
+        return [c for c in callbacks if c.group is None and self.concerned.overlaps(c.sets)]
 
     def of_generations(
         self, callbacks: Sequence[Callback], groups: Sequence[ManagedGroup]
@@ -344,7 +561,7 @@ class Operation:
             for name, callback, *_ in self.due(callbacks):
                 try:
                     with self._activity(f"callback {name}"):
-                        callback()
+                        self.in_caller(callback)
                 except Exception as cause:
                     raise ReloadpgError(
                         f"{self.name}: callback {name} raised {type(cause).__name__}: {cause}"
@@ -358,7 +575,7 @@ class Operation:
         """
         if self.job is None:
             return
-        self.changes.commit()
+        self._commit()
         self.job.settle(self.chosen)
         first: ReloadpgError | None = None
         for callback in self.due(callbacks):
@@ -382,19 +599,22 @@ class Operation:
         finally:
             self.activity = ""
 
-    # -- the end ----------------------------------------------------------------------------
+    def await_unfinished(self) -> None:
+        """Wait a limited time for communicators that failed operations are still destroying.
 
-    def complete(self, note: str = "") -> None:
-        """Commit, and build the report. Idempotent; an interrupt may end it at any point."""
-        if self.job is None or self._completed:
-            return
-        self.changes.commit()
-        self.report = self.record.report(self.job, note)
-        self._completed = True
+        A call in C++ may never return and must not block the job.
+        """
+        job = self._known
+        abort(job, [], GroupState.FAILED)  # those for which no thread could be started
+        job.unfinished = [entry for entry in job.unfinished if not entry.task.ended]
+        destroying = [entry for entry in job.unfinished if not entry.creates]
+        end = Wait(self.name, min(_UNFINISHED_S, self.round.seconds / 2))
 
-    def release(self) -> None:
-        """Lift the restriction to the operation's threads, and wake threads that wait for it."""
-        for group in self._reserved:
-            group.reserve(None)
-        if self.opened:
-            self.round.notified.set()
+        def wait() -> None:
+            while end.left and any(not entry.task.wait(min(0.2, end.left)) for entry in destroying):
+                self.round.advance()  # the other ranks may wait for this limited time
+
+        if destroying:
+            names = ", ".join(dict.fromkeys(entry.group for entry in destroying))
+            doing = f"waiting for communicators that are still being destroyed: {names}"
+            self.do(self.round.phase, wait, doing)

@@ -1,4 +1,8 @@
-"""An offload or reload that runs in a separate thread, and the handle on it."""
+"""The thread of an operation, and the handle on it.
+
+Every operation runs in a separate thread. A blocking call waits for it here: signals and
+``KeyboardInterrupt`` reach the waiting caller, and never the code of the operation.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,30 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent import futures
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Literal, overload
 
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
+from ..rendezvous.round import Interrupted
 from ..rendezvous.worker_thread import Attempt, Task, exiting
 from ..reports import Report
 from ..texts import warn
 from .job import Job
 from .operation import Operation
-from .run import perform
+from .record import publish
+
+Body = Callable[[Operation, Job], object]
+"""The steps of an operation."""
 
 _SIGNAL_S = 1.0
 """A wait handles signals at least this often, in seconds, whichever thread they were given to."""
+
+_INTERRUPT_S = 15.0
+"""Seconds that an interrupted caller waits for its operation to end, on all ranks."""
 
 
 class Pending:
@@ -37,35 +51,31 @@ class Pending:
         operation: ``offload`` or ``reload``.
     """
 
-    def __init__(self, op: Operation, run: Callable[[Operation], Report]) -> None:
+    def __init__(self, op: Operation, body: Body, under_way: UnderWay | None) -> None:
         self.operation = op.name
+        self._op = op
         self._pid = os.getpid()
         self._read = True  # until the operation is sure to begin
         self._future: futures.Future[Report] = futures.Future()
         self._future.set_running_or_notify_cancel()
         attempt, begun = Attempt(), threading.Event()
-        under_way = UnderWay(op.name)
         try:
             op.begin()
-            op.reserve(under_way)
-            call = partial(_perform, op, run, under_way, attempt, begun, self._future)
-            Task(call, op.name, daemon=False)
+            if under_way is not None:
+                op.reserve(under_way)
+            run = partial(_perform, op, body, under_way, attempt, begun, self._future)
+            Task(run, op.name, daemon=False)
             begun.wait()
         except BaseException as error:
             attempt.abandon()
             if begun.is_set():
+                op.interrupt(error)
                 raise
-            failed = error
-
-            def fail(op: Operation, job: Job) -> None:
-                raise failed
-
-            try:
-                perform(op, fail)
-            finally:
+            _fail(op, error)
+            if under_way is not None:
                 under_way.end()
             raise
-        self._read = False
+        self._read = under_way is None
 
     def done(self) -> bool:
         """Whether the operation has ended, with or without an error. Local."""
@@ -158,10 +168,102 @@ class Pending:
         )
 
 
+@overload
+def start(op: Operation, body: Body, *, wait: Literal[False]) -> Pending: ...
+@overload
+def start(op: Operation, body: Body, *, wait: bool) -> Report | Pending: ...
+def start(op: Operation, body: Body, *, wait: bool) -> Report | Pending:
+    """Run an operation in a thread. ``wait``: wait for its end, and return its report."""
+    if not wait:
+        return Pending(op, body, UnderWay(op.name))
+    return run(op, body)
+
+
+def run(op: Operation, body: Body) -> Report:
+    """Run an operation in a thread, and wait for it. Callbacks run in this thread.
+
+    An error in this thread, such as KeyboardInterrupt, tells the operation to end, and is raised
+    after that or after a limited time.
+    """
+    caller = _Caller()
+    op.in_caller = caller.call
+    pending = None
+    try:
+        pending = Pending(op, body, None)
+        pending.add_done_callback(lambda _: caller.calls.put(None))
+        caller.serve()
+    except BaseException as error:
+        caller.leave()
+        if pending is not None:
+            op.interrupt(error)
+            with suppress(PendingError):
+                pending.exception(_INTERRUPT_S)
+        raise
+    return pending.result()
+
+
+class _Call:
+    """A call that an operation passes to the caller's thread."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+
+class _Caller:
+    """The thread that waits for an operation, and makes calls for it."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._left = False
+
+    def serve(self) -> None:
+        """Make the calls of the operation until it has ended."""
+        while True:
+            with suppress(Empty):
+                call = self.calls.get(timeout=_SIGNAL_S)
+                if call is None:
+                    return
+                try:
+                    call.function()
+                except BaseException as error:  # raised in the operation, which ends
+                    call.error = error
+                finally:
+                    call.ended.set()
+                del call
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function in the caller's thread; from that of the operation.
+
+        Raises:
+            Interrupted: the caller waits no more.
+        """
+        with self._lock:
+            if self._left:
+                raise Interrupted
+            call = _Call(function)
+            self.calls.put(call)
+        call.ended.wait()
+        if call.error is not None:
+            raise call.error
+
+    def leave(self) -> None:
+        """Make no further call."""
+        with self._lock:
+            self._left = True
+        with suppress(Empty):
+            while True:
+                if (call := self.calls.get_nowait()) is not None:
+                    call.error = Interrupted()
+                    call.ended.set()
+
+
 def _perform(
     op: Operation,
-    run: Callable[[Operation], Report],
-    under_way: UnderWay,
+    body: Body,
+    under_way: UnderWay | None,
     attempt: Attempt,
     begun: threading.Event,
     future: futures.Future[Report],
@@ -171,13 +273,38 @@ def _perform(
         if not wanted:
             return
         begun.set()
-    under_way.enter()
+    if under_way is not None:
+        under_way.enter()
     try:
         try:
-            report = run(op)
+            with op:
+                if op.job is not None:
+                    body(op, op.job)
         finally:
-            under_way.end()
+            if under_way is not None:
+                under_way.end()
+            if op.job is not None:
+                _publish(op)
     except BaseException as error:  # raised in the caller's thread by result()
         future.set_exception(error)
     else:
-        future.set_result(report)
+        future.set_result(op.report)
+
+
+def _publish(op: Operation) -> None:
+    try:
+        op.in_caller(partial(publish, op.report))
+    except Interrupted:
+        publish(op.report)
+
+
+def _fail(op: Operation, error: BaseException) -> None:
+    """End an operation for which no thread could be started, or that was interrupted before."""
+    try:
+        with op:
+            raise error
+    except BaseException as raised:
+        if raised is not error:
+            raise
+    finally:
+        op.end()

@@ -13,12 +13,11 @@ from typing import Any
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from .. import c10d
-from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
-from ..groups.offloaded import GroupState
 from ..groups.proxy import ReloadableProcessGroup
-from ..rendezvous.worker_thread import Attempt, Task, Wait
+from ..rendezvous.worker_thread import Attempt, Wait
+from .abort import abort_communicator, discard, let_go, parts_of
 from .callbacks import callbacks
 from .connect import (
     Connect,
@@ -28,7 +27,7 @@ from .connect import (
     late_connections,
     needs_collective,
 )
-from .job import Job, Unfinished
+from .job import Job
 from .operation import Operation
 from .suspend import released_backends
 
@@ -56,7 +55,7 @@ class Releases:
             if not wanted:
                 return
             inner = group.communicator
-            parts = _parts(inner, group.construction)
+            parts = parts_of(inner, group.construction)
             monitored = c10d.monitored_backends(inner)
             locks = c10d.shares_lock(released_backends(inner, group.construction))
             self.job.doomed[group] = repr(group), parts
@@ -81,7 +80,7 @@ class Releases:
         if not group.construction.is_mixed:
             self.released[repr(group)] = weakref.ref(inner)
         del inner, parts
-        _let_go(monitored, aborted=False)
+        let_go(monitored, aborted=False)
 
     def held(self) -> list[str]:
         """Warn of groups whose objects created by torch are still referenced. Local."""
@@ -112,7 +111,7 @@ class Rebuilds:
     def __init__(self, op: Operation, job: Job, connect: Connect) -> None:
         self._world = op.world
         self._stores = job.creation_stores  # an abandoned thread must not use those that follow
-        self._generation = op.changes.generation
+        self._generation = op.generation
         self._label = op.round.label
         self._notified = op.round.notified
         self._connect = connect
@@ -197,7 +196,7 @@ class Rebuilds:
         if not wanted:
             # The destruction makes other members fail, so they are notified of the reason first.
             self._notified.wait()
-            _discard(inner)
+            discard(inner)
 
     def _store(self, index: int, construction: Construction) -> Store:
         """The store that a worker thread uses to create a group. Blocking until connected."""
@@ -229,7 +228,7 @@ def rebuild(
             clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
             op.do("done", clients, "connecting to the store")
     rebuilds.prepare(gone)
-    back = [g for g in op.changes.groups if g in gone or (connect != "none" and g in resumed)]
+    back = [g for g in op.groups if g in gone or (connect != "none" and g in resumed)]
     op.each("done", back, rebuilds.rebuild, parallelism=op.creators)
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
@@ -246,7 +245,7 @@ def rebuild(
 
 def leave_out(op: Operation) -> None:
     """Mark the groups that an operation leaves without a communicator. Local, idempotent."""
-    for group in op.changes.skipped:
+    for group in op.skipped:
         text = "It was left out of the last reload (skip). The next one without skip rebuilds it."
         group.leave_out(text)
         op.record.warnings.append(f"{group!r} was left out")
@@ -283,116 +282,3 @@ def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:
         for name in names
         for key in c10d.rendezvous_keys(name, backends, construction.rank, len(construction.ranks))
     ]
-
-
-def abort(
-    job: Job,
-    groups: Sequence[ManagedGroup],
-    state: GroupState,
-    reason: str = "",
-    *,
-    whole: bool = False,
-) -> list[Unfinished]:
-    """Abort the communicators of groups without waiting for other ranks. Local, non-blocking.
-
-    All groups are marked first. Their communicators, and those that an offload was destroying, are
-    then aborted, each in a separate thread: an abort can hang while another one is stuck, and
-    several aborts in sequence have hung (pytorch#119797, #150690).
-
-    A communicator is recorded in the job before it is detached. If an interrupt ends this function,
-    the next call continues with the recorded ones. With ``whole``, the backends that stay alive in
-    an offload are aborted too, and groups that the program has shut down or aborted, and not
-    destroyed, are marked as well. Returns the running aborts.
-    """
-    for group in groups:
-        if group.state is GroupState.DESTROYED and not whole:
-            continue
-        if group.communicator is not None:
-            if group not in job.doomed:
-                inner = group.communicator
-                parts = [inner] if whole else _parts(inner, group.construction)
-                job.doomed[group] = repr(group), parts
-                del inner, parts  # the aborting thread must hold the last reference
-            group.detach(state, reason)
-        elif state is GroupState.FAILED:
-            group.fail(reason)
-        if whole and (backends := group.kept) is not None:
-            job.doomed.setdefault(group, (repr(group), []))[1].append(backends)
-            del backends
-            group.release_kept()
-    started = []
-    # All groups are detached by now: a collective that another thread starts on one of them raises,
-    # and does not wait for peers that have aborted.
-    for group, (shown, parts) in list(job.doomed.items()):
-        try:
-            task = Task(lambda parts=parts: _abort(parts), "abort")  # type: ignore[misc]
-        except ReloadpgError:  # no thread can be started: the next operation tries again
-            break
-        aborting = Unfinished(shown, task)
-        job.unfinished.append(aborting)
-        started.append(aborting)
-        # Last: an interrupt before this line lets two threads abort it, and loses none. An
-        # abandoned thread may have destroyed it and removed the entry.
-        job.doomed.pop(group, None)
-    return started
-
-
-def _abort(parts: list[Any]) -> None:
-    # Gloo has no abort: its destructor waits for pending work and then closes the connections. So
-    # the last references are dropped in this thread, not in the caller's.
-    with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
-        while parts:
-            monitored = c10d.monitored_backends(parts[-1])
-            abort_communicator(parts[-1])
-            parts.pop()
-            _let_go(monitored, aborted=True)
-
-
-_aborting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-
-
-def abort_communicator(part: Any) -> None:
-    """Abort a group or backend, after another thread that does. Blocking, idempotent.
-
-    NCCL's abort takes up to half a second. ``ProcessGroupNCCL2`` would pass a communicator to it
-    that another thread has just freed (torch 2.15.0 over NVIDIA's host code of NCCL 2.30.7).
-    """
-    lock = _aborting.setdefault(part, threading.Lock())
-    with lock, suppress(RuntimeError), c10d.group_call():
-        part.abort()
-
-
-def _let_go(backends: list[Any], *, aborted: bool) -> None:
-    """Drop the references to backends that were shut down or aborted. Local, non-blocking.
-
-    Their destructors wait for a thread of torch that may have missed the signal to end
-    (:func:`~reloadpg.c10d.backends.monitored_backends`), so another thread drops them. A second
-    abort wakes that thread; after a shutdown, it would use the communicator that was destroyed.
-    """
-
-    def drop() -> None:
-        if aborted:
-            c10d.await_monitors(*backends)
-            for backend in backends:
-                with suppress(RuntimeError):
-                    backend.abort()
-                del backend
-        backends.clear()
-
-    if backends:
-        with suppress(ReloadpgError):  # no thread can be started: the caller drops them
-            Task(drop, "drop")
-
-
-def _discard(inner: ProcessGroup) -> None:
-    """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
-    c10d.discard_generation(inner)
-    monitored = c10d.monitored_backends(inner)
-    with suppress(RuntimeError):
-        inner.abort()
-    _let_go(monitored, aborted=True)
-
-
-def _parts(inner: ProcessGroup, construction: Construction) -> list[Any]:
-    """List the parts of a live group to release: the group, or the selected backends if mixed."""
-    return released_backends(inner, construction) if construction.is_mixed else [inner]

@@ -17,13 +17,13 @@ from ..groups.sets import Chosen
 from ..rendezvous.decision import Decision
 from ..reports import Report
 from ..settings import as_flag
+from .abort import abort
 from .callbacks import callbacks
 from .connect import Connect, validate
 from .job import Job
 from .operation import PHASES, SUSPENDING, Operation
-from .pending import Pending
-from .recreate import abort, leave_out, rebuild
-from .run import await_unfinished, perform
+from .pending import Pending, start
+from .recreate import leave_out, rebuild
 from .suspend import check_room, resume
 
 Skip = Iterable[str | ProcessGroup] | str | ProcessGroup
@@ -95,21 +95,17 @@ def reload(
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
     op = Operation("reload", Chosen.of(sets, "reload"), _names(skip))
-    return restore(op, connect) if wait else Pending(op, partial(restore, how=connect))
+    return start(op, partial(restore, how=connect), wait=wait)
 
 
-def restore(op: Operation, how: Connect | None = None) -> Report:
-    """Perform a reload to its end; see :func:`reload`."""
+def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
+    """The steps of a reload; see :func:`reload`."""
     if how is None:
         how = "eager" if op.options.recoverable else "none"
-    return perform(op, partial(_restore, how=how))
-
-
-def _restore(op: Operation, job: Job, how: Connect) -> None:
-    await_unfinished(op, job)
-    if op.changes.was_offloaded:
+    op.await_unfinished()
+    if op.was_offloaded:
         op.call(callbacks.before_reload)
-    suspended = [g for g in op.changes.groups if not g.is_live and g.communicator is not None]
+    suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
     try:
         op.agree(connect=how)
     except DisagreementError:
@@ -118,11 +114,9 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
             raise
         _rebuild_all(op, job, how, decision)
         return
-    if not op.changes.was_offloaded:
+    if not op.was_offloaded:
         if any(op.chosen.overlaps(sets) for sets in job.owed):
-            op.call_after(
-                [*op.of_generations(callbacks.reload, op.changes.groups), *callbacks.reload]
-            )
+            op.call_after([*op.of_generations(callbacks.reload, op.groups), *callbacks.reload])
         op.complete("nothing is offloaded")
         return
     leave_out(op)
@@ -153,8 +147,8 @@ def _names(skip: Skip) -> frozenset[str]:
 
 def _without_communicator(op: Operation) -> list[ManagedGroup]:
     """The groups to rebuild. Groups that a callback has destroyed are not rebuilt."""
-    skipped = op.changes.skipped
-    groups = [group for group in op.changes.groups if group not in skipped]
+    skipped = op.skipped
+    groups = [group for group in op.groups if group not in skipped]
     return [g for g in groups if g.communicator is None and g.state != GroupState.DESTROYED]
 
 
@@ -166,8 +160,8 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     """
     phases = [phase for phase in PHASES[op.name] if phase not in SUSPENDING]
     while True:
-        op.changes.rebuild_all(decision.generation)
-        op.open(job.rendezvous.open(op.name, phases, op.round.seconds))
+        op.rebuild_all(decision.generation)
+        op.open(phases)
         try:
             op.agree(connect=how)
             break
@@ -178,11 +172,11 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
             decision = op.round.decision
     reason = f"The ranks disagreed on the state: {decision.text}."
     op.record.warnings.append(f"all groups were rebuilt. {reason}")
-    op.changes.mark_offloaded()
-    abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason)
+    op.mark_offloaded()
+    abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
     leave_out(op)
     op.reserve_all()
-    await_unfinished(op, job)
+    op.await_unfinished()
     with op.record.timed("device"):
         devices.empty_cache()
     rebuild(op, job, _without_communicator(op), how)

@@ -29,11 +29,12 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..groups.sets import Chosen
+from ..lifecycle.abort import abort
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.job import Job, jobs
 from ..lifecycle.operation import PHASES, Operation
-from ..lifecycle.recreate import abort, leave_out, rebuild
-from ..lifecycle.run import await_unfinished, insist, perform
+from ..lifecycle.pending import run
+from ..lifecycle.recreate import leave_out, rebuild
 from ..rendezvous.worker_thread import Wait
 from ..reports import RankFault, Report
 from ..settings import as_timedelta
@@ -99,7 +100,9 @@ def recover(
     """
     seconds = _seconds(timeout)
     op = Operation("recover")
-    perform(op, partial(_recover, reason=reason, seconds=seconds))
+    error = sys.exc_info()[1] if reason is None else reason  # that of this thread
+    run(op, partial(_recover, reason=error, seconds=seconds))
+    del error
     if op.job is not None and op.job.rendezvous.rank == 0:
         logger.warning("%s", op.report)
     return op.report
@@ -133,31 +136,32 @@ def _recover(
     report = json.dumps(
         {
             "fault": asdict(fault),
-            "begun": collectives_begun(op.changes.groups),
-            "generation": max([job.generation, *(group.generation for group in op.changes.groups)]),
+            "begun": collectives_begun(op.groups),
+            "generation": max([job.generation, *(group.generation for group in op.groups)]),
             "left out": {n: (sorted(s.names), s.others) for n, s in job.left_out.items()},
         }
     )
     timeout = op.options.timeout.total_seconds()
     if seconds is None:
-        seconds = max([timeout, *map(_longest_wait, op.changes.groups)])
+        seconds = max([timeout, *map(_longest_wait, op.groups)])
     was_offloaded = job.offloaded
     waited = Wait("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
         with op.record.timed("wait.flag", measure=False):
-            _join(op, job, str(fault), report, seconds)
+            op.open(PHASES["recover"], seconds, reason=str(fault), report=report)
     finally:
         _abort_all(op, job, str(fault))
     while True:
         try:
-            await_unfinished(op, job)
+            op.await_unfinished()
             op.agree()
             break
         except PeerFailedError:
             if op.round.decision is None or op.round.decision.kind != "recover":
                 raise
-        # A rank that has lost count of the operations has requested another recovery.
-        _join(op, job, str(fault), report, max(waited.left, _LEAST_S))
+        # Another rank has left this recovery, and requested the next one.
+        left = max(waited.left, _LEAST_S)
+        op.open(PHASES["recover"], left, reason=str(fault), report=report)
     op.round.seconds = timeout
     _agree(op, job)
     if was_offloaded:
@@ -165,20 +169,10 @@ def _recover(
     with op.record.timed("device"):
         devices.empty_cache()
     leave_out(op)
-    skipped = op.changes.skipped
-    groups = [g for g in op.changes.groups if g not in skipped]
+    skipped = op.skipped
+    groups = [g for g in op.groups if g not in skipped]
     gone = [g for g in groups if g.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary")
-
-
-def _join(op: Operation, job: Job, reason: str, report: str, seconds: float) -> None:
-    """Request a recovery or join the requested one, and open its barriers; with a timeout."""
-    try:
-        op.open(job.rendezvous.recover(PHASES["recover"], reason, report, seconds))
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            insist(partial(job.rendezvous.cancel_recovery, error))
-        raise
 
 
 # -- the report of this rank --------------------------------------------------------------------
@@ -186,14 +180,13 @@ def _join(op: Operation, job: Job, reason: str, report: str, seconds: float) -> 
 
 def _fault(op: Operation, reason: str | BaseException | None) -> RankFault:
     """The fault that this rank reports to the recovery. Local."""
-    error = sys.exc_info()[1] if reason is None else reason
     text, where = "", ""
-    if isinstance(error, BaseException):
-        if not isinstance(error, PeerFailedError):  # the peer reports it itself
-            text, where = f"{type(error).__name__}: {error}"[:1000], _where(error)
-        _release_work(error)
-    elif error is not None:
-        text = str(error)[:1000]
+    if isinstance(reason, BaseException):
+        if not isinstance(reason, PeerFailedError):  # the peer reports it itself
+            text, where = f"{type(reason).__name__}: {reason}"[:1000], _where(reason)
+        _release_work(reason)
+    elif reason is not None:
+        text = str(reason)[:1000]
     return RankFault(op.world.rank(), text, where)
 
 
@@ -261,27 +254,31 @@ def _seconds(given: timedelta | float | None) -> float | None:
 
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
     """Set all groups to failed and abort their communicators in parallel. Local, non-blocking."""
-    op.changes.was_offloaded = True
-    op.changes.mark_offloaded()
+    op.was_offloaded = True
+    op.mark_offloaded()
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
-    for group in op.changes.groups:
-        c10d.close_coalescing(group.proxy)
-    abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason, whole=True)
+    op.in_caller(partial(_close_coalescing, op))
+    abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object
+
+
+def _close_coalescing(op: Operation) -> None:
+    """End what the error has left open in the caller's thread."""
+    for group in op.groups:
+        c10d.close_coalescing(group.proxy)
 
 
 def _agree(op: Operation, job: Job) -> None:
     """Exchange the reports: rank 0 writes a summary. Collective, with a timeout."""
-    rendezvous, seconds = job.rendezvous, op.round.seconds
-    if rendezvous.rank == 0 or rendezvous.alone:
-        gather = partial(rendezvous.gather, _summary, seconds)
+    if job.rendezvous.rank == 0 or job.rendezvous.alone:
+        gather = partial(op.round.gather, _summary)
         op.do("agreed", gather, "reading the reports of all ranks")
     op.barrier("agreed")
-    agreed = json.loads(rendezvous.summary(seconds))
-    op.changes.generation = agreed["generation"]
+    agreed = json.loads(op.round.summary())
+    op.generation = agreed["generation"]
     left_out = {n: Chosen(frozenset(names), o) for n, (names, o) in agreed["left out"].items()}
-    op.changes.leave_out(left_out)
+    op.leave_out(left_out)
     op.record.faults = tuple(
         replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )

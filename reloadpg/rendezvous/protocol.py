@@ -12,9 +12,9 @@ A rank remembers one number, ``next``: that of the first operation that it has n
   arrives. So no rank arrives twice.
 * ``current.number < next``: the rank has left the operation without an end, since it lost the
   store. It ends the operation for all ranks, and enters the next one.
-* ``current.number > next``: operations have failed without this rank. It joins the open one if
-  others have begun it, or if this call repairs: a reload or a recovery. Otherwise it raises how the
-  last one failed, once.
+* ``current.number > next``: operations have failed without this rank. It raises how the last one
+  failed, once; unless this call repairs (a reload or a recovery), or is an offload for which the
+  others waited until the timeout, and have begun the next one.
 
 A request for a recovery ends the open operation, and opens the next one for recoveries only.
 
@@ -51,8 +51,12 @@ from .plan import Plan, differences, reconciled
 
 OK = Decision("ok")
 
-NAMES = ("count", "go", "flags", "answers", "answered", "result", "left", "all left")
-"""The names of the keys of a barrier. All have the first two."""
+NAMES: tuple[str, ...] = (
+    *("count", "go", "flags", "answers", "answered", "result", "left", "all left"),
+    *("reports", "summary"),
+)
+"""The names of the keys of a barrier. All have the first two; the last two are those of the second
+barrier of a recovery."""
 
 LEFT = "it has left this operation without an end, since it had lost the store"
 
@@ -136,10 +140,6 @@ class GaveUp(Exception):  # noqa: N818 - likewise
         self.decision = decision
 
 
-class StoreLost(RuntimeError):  # noqa: N818 - likewise
-    """Thrown into a command: the store has ended. Whether the command took effect is unknown."""
-
-
 # -- the truth -------------------------------------------------------------------------------------
 
 
@@ -171,13 +171,16 @@ class Current(NamedTuple):
         """The value after all ranks have arrived at the barrier."""
         number, barrier = (self.number + 1, 0) if ends else (self.number, self.barrier + 1)
         passed = self.number if ends else self.passed
-        spent = ((*self.at, 3 if decision.flags else 2),)
+        many = len(NAMES) if self.number == self.recovery else 3 if decision.flags else 2
+        spent = ((*self.at, many),)
         return Current(number, barrier, self.recovery, passed, decision, spent)
 
     def ended(self, decision: Decision, *, recovers: bool = False) -> Current:
         """The value after the operation has ended early; ``recovers``: for a recovery."""
         number = self.number + 1
         spent = (*self.spent[-2:], (*self.at, len(NAMES)))
+        if self.number == self.recovery and not self.barrier:  # the reports to it
+            spent = (*spent, (self.number, 1, len(NAMES)))
         recovery = number if recovers else self.recovery
         last = replace(decision, barrier=self.barrier)
         return Current(number, 0, recovery, self.passed, last, spent)
@@ -204,8 +207,8 @@ class Current(NamedTuple):
 class Rank:
     """One rank of a job.
 
-    Each method is a generator that yields commands. It raises :class:`Ended`, or what was thrown
-    into it.
+    The methods are generators that yield commands. They raise :class:`Ended`, or what was thrown
+    into them: the store may end at any command, whose effect is unknown then.
 
     Args:
         rank: this rank.
@@ -279,16 +282,22 @@ class Rank:
                 now = yield from self._change(now, now.ended(decision, recovers=True))
             elif not known:
                 new = now.ended(Decision("failed", self.rank, LEFT))
-                old, now = now, (yield from self._change(now, new))
+                number = now.number
+                now = yield from self._change(now, new)
                 if now == new:
-                    yield from self._answer(*old.at, "")
+                    yield from self.close(new.last, "", number=number, waits=False)
             elif recovers:
                 raise Ended(now.last)
             elif now.number > self.next and operation != "reload":
-                if (yield from self._is_begun(now)):
+                named = yield from self._named(now)
+                joins = operation == "offload" and named.kind == "timeout"
+                if joins and (yield from self._is_begun(now)):
                     break
                 self.next = now.number
-                raise Ended((yield from self._named(now)))
+                if named == now.last:  # no rank has named the others yet: they wait for this one
+                    number = now.number - 1
+                    named = yield from self.close(named, "", number=number, waits=False)
+                raise Ended(named)
             else:
                 break
         self.at, self.number, self.next = now, now.number, now.number + 1
@@ -385,26 +394,39 @@ class Rank:
             return (yield from self.end(error.decision))
         return (yield from self.end(Decision("failed", self.rank, text_of(error))))
 
-    def close(self, decision: Decision, doing: str, *, waits: bool, hosts: bool = False) -> Steps:
-        """Name the ranks after an early end of the operation: who is missing, and what differs.
+    def close(
+        self,
+        decision: Decision,
+        doing: str,
+        *,
+        waits: bool,
+        hosts: bool = False,
+        number: int | None = None,
+    ) -> Steps:
+        """Name the ranks after an early end of an operation: who is missing, and what differs.
 
-        It decides nothing. Returns the decision with the names.
+        It decides nothing. Returns the decision, with the names if they are known.
 
         Args:
             decision: how the operation ended.
             doing: this rank's work, or its plan after a disagreement; empty if it waited.
             waits: whether to wait for the answers of the other ranks, or until the deadline.
             hosts: whether this process hosts the store, and leaves last.
+            number: number of the operation; by default that which this rank has entered.
         """
         if decision.barrier < 0:  # its keys are deleted
             return decision
-        key = partial(self.key, number=self.number, barrier=decision.barrier)
-        count = yield from self._answer(self.number, decision.barrier, doing)
-        result = None
-        if waits and count < self.size - len(decision.dead):
+        number = self.number if number is None else number
+        key = partial(self.key, number=number, barrier=decision.barrier)
+        yield Append(key("answers"), _line(self.rank, doing))
+        count, result = (yield Add(key("answered"), 1)), None
+        if decision.kind == "disagree" and decision.text:  # it says which process is not counted
+            result = decision.to_json()
+        elif count < self.size - len(decision.dead):
+            if not waits:
+                yield Add(key("left"), 1)
+                return decision
             result = yield from self._until(key("result"))
-        elif not waits and count < self.size:
-            return decision
         if result is None:
             answers = {rank: text for rank, (text,) in _lines((yield Read(key("answers"))) or "")}
             named = _named(decision, answers, self.size)
@@ -417,11 +439,6 @@ class Rank:
         elif hosts:  # this process often ends next, and the store with it
             yield from self._until(key("all left"))
         return decision
-
-    def _answer(self, number: int, barrier: int, doing: str) -> Steps:
-        """Say what this rank was doing when an operation ended. Returns the number of answers."""
-        yield Append(self.key("answers", number, barrier), _line(self.rank, doing))
-        return (yield Add(self.key("answered", number, barrier), 1))
 
     @staticmethod
     def _until(key: str) -> Steps:
@@ -486,6 +503,6 @@ def _named(decision: Decision, answers: Mapping[int, str], size: int) -> Decisio
     if decision.kind == "disagree" and not decision.text:
         if silent:
             return replace(decision, text="a rank ended before it could report the difference")
-        plans = {rank: Plan.from_json(text) for rank, text in answers.items()}
+        plans = {rank: Plan.from_json(text) for rank, text in answers.items() if text}
         return replace(decision, text=differences(plans), generation=reconciled(plans))
     return replace(decision, silent=silent)

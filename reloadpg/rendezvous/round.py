@@ -81,6 +81,8 @@ class Rendezvous:
         watches: whether to watch the processes on this host.
         counts: whether this process will count the job; one that is refused while it starts takes
             it for the first one on its store.
+        client: the connection to the store; None for a separate one.
+        prefix: that of its keys.
 
     Attributes:
         alone: whether this rank has no peers.
@@ -98,6 +100,8 @@ class Rendezvous:
         *,
         watches: bool = False,
         counts: bool = True,
+        client: StoreClient | None = None,
+        prefix: str = PREFIX,
     ) -> None:
         self.rank, self.size = rank, size
         self.alone = root is None
@@ -105,9 +109,10 @@ class Rendezvous:
         self.peers = Peers(rank, watches=watches and root is not None)
         self.pause_s = max(0.1, size / 2000)
         self._root = root
-        self._client = StoreClient(root)
+        self._client = client or StoreClient(root)
+        self._prefix = prefix
         self.state = Rank(rank, 1 if root is None else size, uuid4().hex, 0 if counts else 1)
-        self._requested = False
+        self._last = 0  # number of the last recovery that was requested
         self._ask_again = self._silent_s = 0.0
         self._progress = 0
 
@@ -190,10 +195,10 @@ class Rendezvous:
             reason: of a recovery, for ranks that wait elsewhere.
             report: of a recovery: this rank's report for :meth:`Round.gather`.
 
+        If another rank has requested a recovery, the first barrier raises it. So it does if
+        operations have failed without this rank, unless this one repairs that.
+
         Raises:
-            PeerFailedError: another rank has requested a recovery; or operations have failed
-                without this rank. A reload and a recovery repair that, and do not raise it.
-            RendezvousTimeoutError, DisagreementError: likewise.
             ReloadpgError: the store is lost.
         """
         round_ = Round(self, operation, phases, seconds)
@@ -207,22 +212,28 @@ class Rendezvous:
         the store does not respond, with a back-off of 2 s that doubles up to a minute.
         """
         if self.alone or time.monotonic() < self._ask_again:
-            return self._requested
+            return self._last >= self.state.next
         self._ask_again = time.monotonic() + every
         try:
             now = self.drive(self.state.read(), Wait("flag", _FLAG_S))
-            self._requested, self._silent_s = now.recovery >= self.state.next, 0.0
+            self._last, self._silent_s = now.recovery, 0.0
         except ReloadpgError:
             least, most = _SILENT_S
             self._silent_s = min(most, max(least, 2 * self._silent_s))
             self._ask_again = time.monotonic() + self._silent_s
-        return self._requested
+        return self._last >= self.state.next
 
     # -- the store --------------------------------------------------------------------------
 
-    def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
-        """Send requests to this job's part of the store; see :meth:`ask_root`."""
-        return self.ask_root(lambda root: question(PrefixStore(PREFIX, root)), wait)
+    def ask(
+        self,
+        question: Callable[[Store], T],
+        wait: Wait,
+        stopped: Callable[[], object] = lambda: None,
+    ) -> T:
+        """Send requests to this part of the store; see :meth:`ask_root`."""
+        prefix = self._prefix
+        return self.ask_root(lambda root: question(PrefixStore(prefix, root)), wait, stopped)
 
     def ask_root(
         self,
@@ -275,7 +286,7 @@ class Rendezvous:
             steps.close()
 
     def _execute(self, command: protocol.Command, wait: Wait, round_: Round | None) -> Any:
-        stopped = (lambda: None) if round_ is None else round_.check
+        stopped: Callable[[], object] = (lambda: None) if round_ is None else round_.check
         if isinstance(command, protocol.Pause):
             with wait.pause(self.pause_s) as seconds:
                 time.sleep(seconds)
@@ -300,8 +311,7 @@ class Rendezvous:
         first = wait.first_log_s if self.state.confirmed else _BRIEF_S
         first = min(first, wait.left / 2)
         hook = None if round_ is None else partial(round_.run_hooks, "waiting")
-        question = partial(_wait_for, command.key, first, wait, hook)
-        return self.ask_root(question, wait, stopped)
+        return self.ask(partial(_wait_for, command.key, first, wait, hook), wait, stopped)
 
     def _look(self, wait: Wait, round_: Round) -> None:
         """During a long wait: see the progress of other ranks, and who is missing."""
@@ -366,18 +376,20 @@ def _request(command: protocol.Command, store: Store) -> Any:
 
 
 def _wait_for(
-    key: str, seconds: float, wait: Wait, hook: Callable[[], object] | None, root: Store
+    key: str, seconds: float, wait: Wait, hook: Callable[[], object] | None, store: Store
 ) -> None:
     # Torch's wait can also return without the key if several clients time out at once (seen on
     # 2.13), so its result is ignored. The next request finds out if the store is lost.
     if hook is not None:
         hook()
     with suppress(RuntimeError), wait.pause(seconds) as left:
-        PrefixStore(PREFIX, root).wait([key], timedelta(seconds=max(0.01, left)))
+        store.wait([key], timedelta(seconds=max(0.01, left)))
 
 
 class Round:
     """One operation on this rank: its remaining barriers, in order.
+
+    As a context manager it notifies the other ranks if its block raises.
 
     Attributes:
         operation: its name, for messages.
@@ -420,6 +432,13 @@ class Round:
         """The next barrier; empty after the last."""
         return self._phases[self._passed] if self._passed < len(self._phases) else ""
 
+    def __enter__(self) -> Round:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.fail(error)
+
     def run_hooks(self, moment: str) -> None:
         for hook in barrier_hooks:
             hook(moment, self.operation, self.phase, self._rendezvous.rank)
@@ -428,15 +447,16 @@ class Round:
         """Enter the operation; see :meth:`Rendezvous.open`."""
         rendezvous, wait = self._rendezvous, Wait(self.operation, self.seconds, self.phase)
         rendezvous._count(wait)
+        if self.operation == "recover":  # other ranks may come later than a process has ended
+            rendezvous.peers.forget()
         try:
             rendezvous.drive(self._rank.enter(self.operation, reason), wait)
-        except Ended as ended:
+        except Ended as ended:  # raised at the first barrier, or while this rank works
             self.decision, self._ended = ended.decision, True
-            self.notified.set()
-            raise self._error() from None
+            return
         self.number = self._rank.number
         if report:
-            key = self._rank.key("reports", barrier=0)
+            key = self._rank.key("reports", self.number, 1)
             line = json.dumps([rendezvous.rank, report]) + "\n"
             rendezvous.ask(lambda store: append(store, key, line), wait)
 
@@ -476,6 +496,8 @@ class Round:
     def _barrier(
         self, phase: str, plan: str = "", share: int = 0, flags: Mapping[str, str] | None = None
     ) -> Decision:
+        if self._ended and not self.number:
+            raise self._error()
         if self._ended or self.phase != phase:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
         wait = Wait(self.operation, self.seconds, phase)
@@ -484,6 +506,7 @@ class Round:
         self.waiting = True
         steps = self._rank.barrier(share, flags, ends=phase == self._phases[-1])
         try:
+            self.check()
             decision: Decision = self._drive(steps, wait)
         except (Ended, GaveUp) as error:
             decision = self._leave(error)
@@ -497,7 +520,7 @@ class Round:
         finally:
             self.waiting, self.since = False, time.time()
         self.number = self._rank.number
-        if not confirmed:
+        if not confirmed or (self._passed == 0 and self.operation == "recover"):
             self._rendezvous.watch(wait)  # all are in the list of this host
         self.run_hooks("after")
         self._passed += 1
@@ -513,8 +536,9 @@ class Round:
         Raises:
             DisagreementError: with this text.
         """
-        self._leave(GaveUp(Decision("disagree", self._rendezvous.rank, text)))
-        self.decision, self._ended = Decision("disagree", self._rendezvous.rank, text), True
+        decision = self._leave(GaveUp(Decision("disagree", self._rendezvous.rank, text)))
+        self._end(decision, "", waits=True)
+        self.decision = Decision("disagree", self._rendezvous.rank, text)
         raise self._error()
 
     def run(
@@ -559,6 +583,8 @@ class Round:
                     seen = self._advanced
                     wait.extend()
                 self.check()  # the work may wait for a process that has ended
+                if self._ended:
+                    raise self._error()
                 if not rendezvous.alone:
                     self._drive(self._rank.look(), wait)
                     rendezvous.extend(wait, seen - reported)
@@ -588,25 +614,26 @@ class Round:
         """Count progress of this rank. Local, from any thread."""
         self._advanced += 1
 
-    def gather(self) -> list[str]:
-        """Read all ranks' reports to a recovery, in order. Blocking, with a timeout."""
-        key, size = self._rank.key("reports", barrier=0), self._rendezvous.size
-        wait = Wait(self.operation, self.seconds, self.phase)
-        text = self._rendezvous.ask(lambda store: read(store, key), wait) or ""
-        reports = dict(json.loads(line) for line in text.splitlines())
-        return [reports.get(rank, "{}") for rank in range(size)]
+    def gather(self, summary: Callable[[list[str]], str]) -> None:
+        """Summarize all ranks' reports to a recovery. Blocking, with a timeout.
 
-    def write(self, name: str, text: str) -> None:
-        """Write a text for the other ranks. Blocking, with a timeout."""
-        key = self._rank.key(name, barrier=0)
-        wait = Wait(self.operation, self.seconds, self.phase)
-        self._rendezvous.ask(lambda store: store.set(key, text), wait)
+        One rank calls this, between the first two barriers of the recovery.
+        """
+        rank, wait = self._rank, Wait(self.operation, self.seconds, self.phase)
+        reports, written = rank.key("reports", self.number, 1), rank.key("summary", self.number, 1)
 
-    def read(self, name: str) -> str:
-        """Read it. Call it after the barrier that follows."""
-        key = self._rank.key(name, self.number, 0)
+        def question(store: Store) -> None:
+            lines = map(json.loads, (read(store, reports) or "").splitlines())
+            by_rank = dict(lines)
+            store.set(written, summary([by_rank[rank] for rank in sorted(by_rank)]))
+
+        self._rendezvous.ask(question, wait)
+
+    def summary(self) -> str:
+        """Read the summary. Call it after the second barrier."""
+        key = self._rank.key("summary", self.number, 1)
         wait = Wait(self.operation, self.seconds, self.phase)
-        return self._rendezvous.ask(lambda store: read(store, key), wait) or ""
+        return self._rendezvous.ask(lambda store: read(store, key), wait) or "{}"
 
     # -- the end ----------------------------------------------------------------------------
 
@@ -669,6 +696,8 @@ class Round:
         A rank that has lost the store cannot know the decision of a barrier at which it was
         counted. It assumes that the others have passed it.
         """
+        if not self.number:  # whatever has ended, this rank was not in it
+            return self._phases[0]
         index = self._passed + self._counted
         if self.decision is not None and self.decision.kind == "ok":
             return None
@@ -706,7 +735,7 @@ class Round:
     def _error(self) -> ReloadpgError:
         decision = self.decision or OK
         self.notified.set()
-        known = 0 <= decision.barrier < len(self._phases)
+        known = bool(self.number) and 0 <= decision.barrier < len(self._phases)
         phase = self._phases[decision.barrier] if known else self.phase
         rank, size = self._rendezvous.rank, self._rendezvous.size
         return decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)

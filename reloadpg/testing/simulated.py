@@ -36,7 +36,7 @@ from typing import Any
 from torch.distributed import Backend
 
 from reloadpg.lifecycle import memory
-from reloadpg.rendezvous.session import barrier_hooks
+from reloadpg.rendezvous.round import barrier_hooks
 
 from ._sim_group import Communicator, SimulatedProcessGroup
 from ._sim_state import (

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Generator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from reloadpg.rendezvous.decision import Decision
@@ -31,13 +31,16 @@ from reloadpg.rendezvous.protocol import (
     Rank,
     Read,
     Set,
-    StoreLost,
     Swap,
 )
 
 
 class Violation(AssertionError):
     """An invariant does not hold."""
+
+
+class StoreLost(RuntimeError):
+    """The store has ended, or does not respond."""
 
 
 class Work(NamedTuple):
@@ -198,6 +201,10 @@ def signature(steps: Any, one: Rank, seat: Seat) -> Any:
 def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple(value.items())
+    if isinstance(value, set):
+        return tuple(sorted(value))
+    if isinstance(value, partial):  # of a method of the rank
+        return tuple(value.keywords.items())
     if isinstance(value, Plan):
         return value.digest
     if isinstance(value, BaseException):
@@ -531,7 +538,7 @@ class Explorer:
         Args:
             most: more worlds are a violation: for a protocol that is known to be wrong.
             ends: also check that an end can be reached from every world, so that ranks do not poll
-                for ever.
+                indefinitely.
         """
         first = self.start()
         seen, todo, last = {first}, [first], []
@@ -566,7 +573,7 @@ class Explorer:
                     found.add(world)
                     todo.append(world)
         if found != seen:
-            raise Violation(f"ranks poll for ever: {self.show((seen - found).pop())}")
+            raise Violation(f"ranks poll indefinitely: {self.show((seen - found).pop())}")
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 
@@ -12,113 +13,89 @@ from helpers.fault_job import FAR, Job, attempt, base_store, join_operations
 from helpers.interrupting import interrupt_at, interrupted_at_call
 
 import reloadpg
-from reloadpg.lifecycle import offload, recreate, reload
-from reloadpg.lifecycle.operation import Operation
-from reloadpg.lifecycle.transaction import Transaction
-from reloadpg.recovery import recovering
-from reloadpg.rendezvous.round import Rendezvous, Round
-from reloadpg.rendezvous.store_client import StoreClient
+from reloadpg.lifecycle import pending as waiting
+from reloadpg.rendezvous.round import barrier_hooks
 
 INTERRUPTED = 1
-EVERY = int(os.environ.get("TEST_EVERY_LINE", "4"))
-"""An offload or reload is interrupted after every fourth line; 1 takes 4 minutes on 2 cores."""
-RECOVERY = (
-    Rendezvous.recover.__code__,
-    recovering._join.__code__,
-    recovering._abort_all.__code__,
+CALLER = tuple(
+    function.__code__ for function in (waiting.run, waiting.Pending.__init__, waiting._Caller.serve)
 )
-"""The functions between the request of a recovery and its first barrier."""
+"""The functions in which a caller starts an operation and waits for it."""
 
-BARRIERS = tuple(
-    function.__code__
-    for function in (
-        *(Operation.agree, Operation.barrier, Operation.do, Operation.each, Operation.complete),
-        *(Round.agree, Round.barrier, Round.run, Round._abandon, Round._conclude, Round._close),
-        *(Rendezvous.drive, StoreClient.ask, Transaction.commit),
-    )
-)
-CYCLE = {
-    "offload": (offload._release.__code__, offload._quiesce.__code__, *BARRIERS),
-    "reload": (reload._restore.__code__, recreate.rebuild.__code__, *BARRIERS),
-}
-"""The functions that an operation passes in the caller's thread once its barriers are known."""
-COMMIT = Operation.complete.__code__, Transaction.commit.__code__
+MOMENTS = [
+    ("offload", "enter"),
+    ("offload", "released"),
+    ("reload", "enter"),
+    ("reload", "done"),
+    ("recover", "enter"),
+    ("recover", "agreed"),
+    ("recover", "done"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_an_interrupt_before_the_first_barrier_is_notified_to_the_other_ranks(rank: int) -> None:
-    """After any line; the rank may recover after all, once the others have got their errors."""
+@pytest.mark.parametrize("name", ["offload", "reload", "recover"])
+def test_an_interrupt_ends_the_operation_alike_on_all_ranks(rank: int, name: str) -> None:
+    """After any line of the caller: the groups are in one state, and a reload restores them."""
     job = Job("gloo", subgroups=([0, 1],), timeout=FAR)
-    line, left = 1, [0]  # at the first line, this rank has not called for a recovery
-    while left[0] <= 0:  # until the functions have fewer lines
+    line, interrupted = 0, True
+    while interrupted and line < 60:  # until the functions have fewer lines
         line += 1
-        left = interrupt_at(line, RECOVERY) if rank == INTERRUPTED else [1]
-        seen = attempt(lambda: reloadpg.recovery.recover("test", timeout=FAR))
+        if name == "reload":
+            reloadpg.offload()
+        left = interrupt_at(line, CALLER) if rank == INTERRUPTED else [1]
+        seen = attempt(getattr(reloadpg, name, None) or reloadpg.recovery.recover)
         sys.settrace(None)
         job.meet(f"ended {line}")
-        job.agree(f"{line}", not seen.kind)
-        if seen.kind:
-            assert seen.kind == ("KeyboardInterrupt" if rank else "PeerFailedError")
-            assert rank or seen.rank == INTERRUPTED
-            while attempt(lambda: reloadpg.recovery.recover("again", timeout=FAR)).kind:
-                pass  # the rank that was interrupted may first join the end of that recovery
-            left = [0]
+        assert seen.kind == ("KeyboardInterrupt" if left[0] <= 0 else seen.kind), (line, seen)
+        assert seen.kind in ("", "KeyboardInterrupt", "PeerFailedError"), (line, seen)
+        if rank == INTERRUPTED:
+            join_operations()
+            base_store().set(f"interrupted/{line}", str(left[0] <= 0))
+        interrupted = base_store().get(f"interrupted/{line}") == b"True"
+        job.meet(f"settled {line}")
+        if attempt(reloadpg.reload).kind:  # a recovery was requested
+            reloadpg.recovery.recover("again", timeout=FAR)
         job.assert_live()
         job.meet(f"live {line}")
     assert line > 10
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["offload", "reload"])
-def test_an_interrupt_ends_the_operation_alike_on_all_ranks(rank: int, name: str) -> None:
-    """After any line: the groups are in the same state on all ranks, and a reload restores them."""
+@pytest.mark.parametrize(("name", "phase"), MOMENTS)
+def test_a_signal_while_an_operation_waits_ends_it_on_all_ranks(
+    rank: int, name: str, phase: str
+) -> None:
+    """It reaches the caller. The other rank, which arrives later, is notified."""
     job = Job("gloo", subgroups=([0, 1],), timeout=FAR)
-    line, interrupted = 1 - EVERY, True
-    while interrupted:  # until the functions have fewer lines
-        line += EVERY
-        if name == "reload":
-            reloadpg.offload()
-        left = interrupt_at(line, CYCLE[name]) if rank == INTERRUPTED else [1]
-        seen = attempt(getattr(reloadpg, name))
-        sys.settrace(None)
-        job.meet(f"ended {line}")
-        assert seen.kind == ("KeyboardInterrupt" if left[0] <= 0 else seen.kind), (line, seen)
-        assert seen.kind in ("", "KeyboardInterrupt", "PeerFailedError"), (line, seen)
-        job.agree(f"state {line}", sorted(job.states()))
-        if rank == INTERRUPTED:
-            base_store().set(f"interrupted/{line}", str(left[0] <= 0))
-        interrupted = base_store().get(f"interrupted/{line}") == b"True"
-        reloadpg.reload()
-        job.assert_live()
-        job.meet(f"live {line}")
-    assert line > 50
+    if name == "reload":
+        reloadpg.offload()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    store, begun = base_store(), []
 
+    def hook(moment: str, operation: str, at: str, _: int) -> None:
+        mine = "waiting" if rank == INTERRUPTED else "before"
+        if (moment, operation, at) == (mine, name, phase) and not begun:
+            begun.append(at)
+            if rank == INTERRUPTED:
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                store.wait(["interrupted"])
 
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    ("name", "state", "counts"),
-    [("offload", "offloaded", (1, 0)), ("reload", "live", (0, 1)), ("recover", "live", (0, 1))],
-)
-def test_an_interrupted_commit_is_completed(name: str, state: str, counts: tuple[int, int]) -> None:
-    """The other ranks have completed the operation, so this one does, after any line."""
-    worlds.start("unbound", min_size=1)
-    line, left = 0, [0]
-    while left[0] <= 0:  # until the commit has fewer lines
-        line += 1
-        if name == "reload":
-            reloadpg.offload()
-        before = reloadpg.status()
-        left = interrupt_at(line, COMMIT)
-        attempt(reloadpg.recovery.recover if name == "recover" else getattr(reloadpg, name))
-        sys.settrace(None)
-        after = reloadpg.status()
-        assert after.state == state
-        assert (after.cycles - before.cycles, after.generation - before.generation) == counts
-        reloadpg.reload()
-    assert line > 6
-    assert worlds.summed(None, 0) == 1.0
+    barrier_hooks.append(hook)
+    seen = attempt(getattr(reloadpg, name, None) or reloadpg.recovery.recover)
+    assert seen.kind == ("KeyboardInterrupt" if rank == INTERRUPTED else "PeerFailedError"), seen
+    assert seen.seconds < FAR / 2
+    if rank == INTERRUPTED:
+        store.set("interrupted", "1")
+    barrier_hooks.clear()
+    job.meet("ended")
+    touched = (name, phase) not in (("offload", "enter"), ("reload", "enter"))
+    states = {"failed"} if touched else {"offloaded"} if name == "reload" else {"live"}
+    assert job.states() == states
+    reloadpg.reload()
+    job.assert_live()
 
 
 @pytest.mark.ranks(1)

@@ -33,8 +33,8 @@ QUICK = [name for name in SCENARIOS if name not in LARGE and name != "three rank
 )
 def test_every_world_of_a_scenario_keeps_the_invariants(name: str) -> None:
     """No rank works or returns before all have arrived for the same operation; an operation ends
-    equally on all ranks that know its end; no rank hangs; a failure is told; all ranks end with the
-    same number; no keys stay; after the last fault a rank raises at most twice. Without a limit.
+    equally on all ranks that know it; no rank hangs; ranks hear of a failure; all end with the same
+    number; no keys stay; after the last fault a rank raises at most twice. Without a limit.
     """
     scenario, found = SCENARIOS[name], Explorer(SCENARIOS[name])
     assert found.explore(ends=name in QUICK) > 100

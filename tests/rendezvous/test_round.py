@@ -5,28 +5,24 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from helpers.rank_threads import FAR, PLAN, SOON, Job, two_barriers
 from helpers.watched_store import Watch, WatchedStore
 from helpers.worlds import SILENCE
-from torch.distributed import FileStore, HashStore, Store, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from reloadpg import c10d
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
-from reloadpg.rendezvous.plan import Proposal
-from reloadpg.rendezvous.round import Rendezvous, Round
-from reloadpg.rendezvous.store_client import absent
+from reloadpg.rendezvous.round import Interrupted, Rendezvous
 from reloadpg.rendezvous.worker_thread import Wait
 from reloadpg.settings import LOG_WAIT
 
@@ -72,11 +68,11 @@ def signals_arrival(arrived: threading.Event, *ranks: int, at: str = "") -> dict
 
 
 def meet_after(mark: str, *ranks: int) -> dict[int, Watch]:
-    """Let these ranks wait after they have set a key ``/mark/`` until all of them have."""
+    """Let these ranks wait after they have added to a key ``/mark`` until all of them have."""
     all_have = threading.Barrier(len(ranks))
 
     def answered(method: str, key: str) -> None:
-        if method == "set" and f"/{mark}/" in key:
+        if method == "add" and key.endswith(f"/{mark}"):
             all_have.wait(SOON)
 
     return dict.fromkeys(ranks, answered)
@@ -130,9 +126,8 @@ def test_operations_pass_on_every_kind_of_store(any_job: Callable[[int], Job], s
 def test_a_job_of_one_rank_needs_no_store() -> None:
     rdv = Rendezvous(None, 0, 1)
     assert two_barriers(rdv) == "passed"
-    proposals = [Proposal("a", "1"), Proposal("b", "2")]
     round_ = rdv.open("reload", ("enter",), 20)
-    assert round_.agree("enter", PLAN, proposals, ["b", "c"]) == {"b": "2"}
+    assert round_.agree("enter", PLAN, {"a": "why"}) == {"a": (0, "why")}
 
 
 # -- timeouts --------------------------------------------------------------------------------------
@@ -145,41 +140,24 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, seconds)
 
 
-@pytest.mark.parametrize("end", ["timeout", "interrupt", "second interrupt"])
-def test_work_that_ends_after_its_operation_is_not_committed(
-    end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The operation times out, or is interrupted while it starts the thread of the work.
-
-    A second interrupt may occur before the work is abandoned.
-    """
-    release, ended, committed = threading.Event(), threading.Event(), []
+@pytest.mark.parametrize("end", ["timeout", "interrupt"])
+def test_work_that_ends_after_its_operation_is_not_committed(end: str) -> None:
+    """The operation times out, or its caller tells it to end."""
+    release, ended, begun, committed = *(threading.Event() for _ in range(3)), []
 
     def work(attempt: Any, _: int) -> None:
+        begun.set()
         release.wait(SOON)
         with attempt as wanted:
             committed.append(wanted)
         ended.set()
 
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        raise KeyboardInterrupt
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code is Round._abandon.__code__:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    timeout, error = (0.3, RendezvousTimeoutError) if end == "timeout" else (FAR, KeyboardInterrupt)
-    if end != "timeout":
-        monkeypatch.setattr(threading.Thread, "start", interrupted)
+    timeout, error = (0.3, RendezvousTimeoutError) if end == "timeout" else (FAR, Interrupted)
     round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), timeout)
-    sys.settrace(trace if end == "second interrupt" else None)
+    if end == "interrupt":
+        threading.Thread(target=lambda: begun.wait(SOON) and round_.interrupt()).start()
     with pytest.raises(error) as caught:
         round_.run("rebuilt", work, lambda: "a group")
-    sys.settrace(None)
     round_.fail(caught.value)
     release.set()
     assert ended.wait(SOON)
@@ -254,38 +232,20 @@ def test_a_long_wait_is_logged(
     assert all(line.endswith("missing: ranks 1-2") for line in lines)
 
 
-class Counting:
-    """A store that counts requests."""
-
-    def __init__(self, present: set[str]) -> None:
-        self.present = present
-        self.checks = 0
-
-    def check(self, keys: list[str]) -> bool:
-        self.checks += 1
-        return all(key in self.present for key in keys)
-
-
-@pytest.mark.parametrize("missing", [[], [0], [3, 4, 999]])
-def test_missing_ranks_are_found_with_few_store_requests(missing: list[int]) -> None:
-    """With a thousand ranks, at most twenty per missing rank."""
-    store: Any = Counting({f"1/enter/here/{rank}" for rank in range(1000) if rank not in missing})
-    assert absent(store, "1/enter/here", range(1000)) == missing
-    assert store.checks <= 1 + 20 * len(missing)
-
-
 @pytest.mark.parametrize(
     ("rank", "named"),
     [(5, "missing: ranks 0-15 and others"), (512, "missing: ranks 0-15 and others"), (513, "")],
 )
 def test_few_ranks_of_a_large_job_look_for_missing_ones(rank: int, named: str) -> None:
-    """And not for all of them: hundreds of ranks may not have connected yet."""
-    rendezvous = Rendezvous(lambda: HashStore(), rank, 1000)
-    rendezvous.open("offload", ("enter",), FAR)
-    stem = rendezvous.state.key("here")
-    store: Any = Counting({f"{stem}/{rank}" for rank in range(500, 1000)})
-    assert rendezvous._missing(store) == named
-    assert store.checks <= 50
+    """And name not all of them: hundreds of ranks may not have connected yet."""
+    store = HashStore()
+    rendezvous = Rendezvous(lambda: store, rank, 1000)
+    round_ = rendezvous.open("offload", ("enter",), FAR)
+    here = " ".join(str(rank) for rank in range(500, 1000))
+    prefixed = PrefixStore("reloadpg", store)
+    prefixed.set(rendezvous.state.key("here"), here)
+    assert round_.number
+    assert rendezvous._missing(Wait("offload", SOON)) == named
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -321,7 +281,7 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
 @pytest.mark.usefixtures("silence")
 def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond() -> None:
     """The abort of a rank breaks the collectives of others before they read its failure."""
-    job = tcp_job(4, meet_after("answer", 0, 1, 3))  # the grace period begins then
+    job = tcp_job(4, meet_after("answered", 0, 1, 3))  # the grace period begins then
     failed = threading.Event()
     own = ReloadpgError("connection closed by peer")
 
@@ -382,7 +342,7 @@ def test_the_rank_that_hosts_the_store_raises_last() -> None:
     first = threading.Event()
 
     def late(method: str, key: str) -> None:  # rank 1 is slow to read the result
-        if method == "compare_set" and key.endswith("/roll") and 1 not in ended:
+        if method == "compare_set" and key.endswith("/result") and 1 not in ended:
             first.wait(0.6)  # not set: rank 0 is waiting
             ended.append(1)
 
@@ -411,7 +371,7 @@ def test_a_rank_that_fails_waits_until_the_others_have_read_it(
     first = threading.Event()
 
     def late(method: str, key: str) -> None:  # rank 0 is slow to respond
-        if method == "add" and "answer" in key and 0 not in ended:
+        if method == "add" and key.endswith("/answered") and 0 not in ended:
             first.wait(0.6)
             ended.append(0)
 
@@ -453,7 +413,7 @@ def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
     def body(rdv: Rendezvous) -> tuple[bool, bool]:
         rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
         if rdv.rank == 0:
-            rdv.recover(("enter",), "a fault", "", FAR)
+            rdv.open("recover", ("enter",), FAR, reason="a fault")
             return False, True
         stores[1].silent.set()
         first, end = rdv.recovery_requested(0.0), time.monotonic() + SOON
@@ -472,7 +432,7 @@ class HeldStore(WatchedStore):
         self.held: list[str] = []
 
         def watch(method: str, key: str) -> None:
-            if method == "add" and "instance" in key and not self.held:
+            if method == "compare_set" and "jobs/" in key and not self.held:
                 self.held.append(key)
                 ended.wait(FAR)
 
@@ -482,38 +442,39 @@ class HeldStore(WatchedStore):
 def test_a_request_without_a_response_does_not_block_later_requests() -> None:
     ended = threading.Event()
     held = HeldStore(ended)
-    rdv = Rendezvous(lambda: held, 0, 1)
-    with pytest.raises(RendezvousTimeoutError):
-        rdv.ask(lambda _: None, Wait("held", 0.1))
+    rdv = Rendezvous(lambda: held, 0, 2)
+    rdv.count_job(0.1)
+    assert held.held
+    assert not rdv.state.job
     try:
         assert rdv.ask(lambda _: "answered", Wait("next", 20.0)) == "answered"
+        rdv.count_job(20.0)
+        assert rdv.state.job == 1
     finally:
         ended.set()
 
 
-def test_a_count_that_is_answered_late_changes_nothing() -> None:
-    """Another thread has counted the job since then, and published this process."""
+def test_a_reply_to_an_abandoned_request_changes_nothing() -> None:
+    """Another request has counted the job since then."""
     others, ended = {*threading.enumerate()}, threading.Event()
-    held = HeldStore(ended)
-    rdv = Rendezvous(lambda: held, 0, 2, watches=True)
-    with pytest.raises(RendezvousTimeoutError):
-        rdv.ask(lambda _: None, Wait("held", 0.1))
+    rdv = Rendezvous(lambda: HeldStore(ended), 0, 2, watches=True)
+    rdv.count_job(0.1)
     try:
-        rdv.ask(lambda _: None, Wait("next", SOON))
-        state = rdv.state
+        rdv.count_job(SOON)
+        state = vars(rdv.state).copy()
     finally:
         ended.set()
+    rdv.end()
     for thread in {*threading.enumerate()} - others:
         thread.join(SOON)
-    assert rdv.state == state
-    rdv.end()
+    assert vars(rdv.state) == state
 
 
 def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() -> None:
     """Counting the job has a timeout."""
     ended = threading.Event()
     held = HeldStore(ended)
-    counting = threading.Thread(target=Rendezvous(lambda: held, 0, 1).count_job, args=(held, 0.1))
+    counting = threading.Thread(target=Rendezvous(lambda: held, 0, 1).count_job, args=(0.1,))
     counting.start()
     counting.join(20.0)
     hangs = counting.is_alive()
@@ -521,38 +482,24 @@ def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() ->
     assert not hangs
 
 
-def test_the_ranks_meet_in_a_job_that_one_rank_has_counted_twice() -> None:
-    """A rank whose count got no response counts again, and the others follow it to that job.
+def test_a_rank_that_has_counted_fewer_jobs_joins_the_newest_one() -> None:
+    """Its initialisation of an earlier job has failed. The next job has another number."""
+    stores = clients(2)
 
-    The next job has another number.
-    """
-    counted, ended = threading.Event(), threading.Event()
-
-    def hold(method: str, key: str) -> None:
-        if method == "add" and key == "reloadpg/instance/0" and not counted.is_set():
-            counted.set()
-            ended.wait(FAR)
-
-    stores: list[Store] = [*clients(2)]
-    stores[0] = WatchedStore(stores[0], answered=hold)
-
-    def begin() -> Job:
+    def begin(*counted: int) -> Job:
         job = Job([Rendezvous(lambda own=own: own, rank, 2) for rank, own in enumerate(stores)])  # type: ignore[misc]
-        job.ranks[1].count_job(stores[1], SOON)
-        job.ranks[0].count_job(stores[0], SOON if counted.is_set() else 0.1)
+        for rank in counted:
+            job.ranks[rank].count_job(SOON)
         return job
 
-    first = begin()
-    try:
-        assert counted.wait(SOON)
-        assert [rdv.state.instance for rdv in first.ranks] == [0, 1]
-        assert first.run(two_barriers) == ["passed"] * 2
-        assert [rdv.state.instance for rdv in first.ranks] == [2, 2]
-        second = begin()
-        assert [rdv.state.instance for rdv in second.ranks] == [3, 3]
-        assert second.run(two_barriers) == ["passed"] * 2
-    finally:
-        ended.set()
+    begin(1)  # rank 0 has not begun this job
+    second = begin(0, 1)
+    assert [rdv.state.job for rdv in second.ranks] == [1, 2]
+    assert second.run(two_barriers) == ["passed"] * 2
+    assert [rdv.state.job for rdv in second.ranks] == [2, 2]
+    third = begin(0, 1)
+    assert [rdv.state.job for rdv in third.ranks] == [3, 3]
+    assert third.run(two_barriers) == ["passed"] * 2
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -573,12 +520,37 @@ def test_jobs_are_counted_before_the_first_request(
     monkeypatch.setattr(c10d, "root_store_of_job", lambda _: lambda: store)
     for number in (1, 2):
         job = Rendezvous.of_world(World())  # type: ignore[arg-type]
+        job.connect_ahead()
         if early:
-            job.count_job(store, SOON)
-            assert job.state.instance == number  # before any connection is made
-        for task in job.connect_ahead():
-            assert task.wait(30)
-        assert job.state.instance == number
+            job.count_job(SOON)
+        else:
+            job.open("offload", ("enter",), SOON)
+        assert job.state.job == number
+
+
+def test_keys_and_threads_do_not_accumulate() -> None:
+    """Over a thousand operations, of which some fail."""
+    job = tcp_job(3)
+
+    def body(rdv: Rendezvous) -> None:
+        for number in range(1000):
+            try:
+                with rdv.open("reload", ("enter", "done"), FAR) as round_:
+                    round_.agree("enter", PLAN, {"flag": "why"} if number % 7 == 0 else {})
+                    if number % 50 == rdv.rank:
+                        raise ReloadpgError("broken")
+                    round_.barrier("done")
+            except ReloadpgError:
+                pass
+
+    def left() -> tuple[int, int]:
+        job.run(two_barriers)
+        keys = job.ranks[0].ask_root(lambda store: store.num_keys(), Wait("keys", SOON))
+        return keys, threading.active_count()
+
+    before = left()
+    job.run(body)
+    assert left() == before
 
 
 def test_the_grace_period_grows_with_the_job() -> None:

@@ -1,0 +1,133 @@
+"""Abort of communicators, each in a thread, without waiting for other ranks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..errors import ReloadpgError
+from ..groups.creation import Construction
+from ..groups.managed import ManagedGroup
+from ..groups.offloaded import GroupState
+from ..rendezvous.worker_thread import Task
+from .job import Job, Unfinished
+from .suspend import released_backends
+
+
+def abort(
+    job: Job,
+    groups: Sequence[ManagedGroup],
+    state: GroupState,
+    reason: str = "",
+    *,
+    whole: bool = False,
+) -> list[Unfinished]:
+    """Abort the communicators of groups without waiting for other ranks. Local, non-blocking.
+
+    All groups are marked first. Their communicators, and those that an offload was destroying, are
+    then aborted, each in a separate thread: an abort can hang while another one is stuck, and
+    several aborts in sequence have hung (pytorch#119797, #150690).
+
+    A communicator is recorded in the job before it is detached. If an interrupt ends this function,
+    the next call continues with the recorded ones. With ``whole``, the backends that stay alive in
+    an offload are aborted too, and groups that the program has shut down or aborted, and not
+    destroyed, are marked as well. Returns the running aborts.
+    """
+    for group in groups:
+        if group.state is GroupState.DESTROYED and not whole:
+            continue
+        if group.communicator is not None:
+            if group not in job.doomed:
+                inner = group.communicator
+                parts = [inner] if whole else parts_of(inner, group.construction)
+                job.doomed[group] = repr(group), parts
+                del inner, parts  # the aborting thread must hold the last reference
+            group.detach(state, reason)
+        elif state is GroupState.FAILED:
+            group.fail(reason)
+        if whole and (backends := group.kept) is not None:
+            job.doomed.setdefault(group, (repr(group), []))[1].append(backends)
+            del backends
+            group.release_kept()
+    started = []
+    # All groups are detached by now: a collective that another thread starts on one of them raises,
+    # and does not wait for peers that have aborted.
+    for group, (shown, parts) in list(job.doomed.items()):
+        try:
+            task = Task(lambda parts=parts: _abort(parts), "abort")  # type: ignore[misc]
+        except ReloadpgError:  # no thread can be started: the next operation tries again
+            break
+        aborting = Unfinished(shown, task)
+        job.unfinished.append(aborting)
+        started.append(aborting)
+        # Last: an interrupt before this line lets two threads abort it, and loses none. An
+        # abandoned thread may have destroyed it and removed the entry.
+        job.doomed.pop(group, None)
+    return started
+
+
+def _abort(parts: list[Any]) -> None:
+    # Gloo has no abort: its destructor waits for pending work and then closes the connections. So
+    # the last references are dropped in this thread, not in the caller's.
+    with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
+        while parts:
+            monitored = c10d.monitored_backends(parts[-1])
+            abort_communicator(parts[-1])
+            parts.pop()
+            let_go(monitored, aborted=True)
+
+
+_aborting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+
+
+def abort_communicator(part: Any) -> None:
+    """Abort a group or backend, after another thread that does. Blocking, idempotent.
+
+    NCCL's abort takes up to half a second. ``ProcessGroupNCCL2`` would pass a communicator to it
+    that another thread has just freed (torch 2.15.0 over NVIDIA's host code of NCCL 2.30.7).
+    """
+    lock = _aborting.setdefault(part, threading.Lock())
+    with lock, suppress(RuntimeError), c10d.group_call():
+        part.abort()
+
+
+def let_go(backends: list[Any], *, aborted: bool) -> None:
+    """Drop the references to backends that were shut down or aborted. Local, non-blocking.
+
+    Their destructors wait for a thread of torch that may have missed the signal to end
+    (:func:`~reloadpg.c10d.backends.monitored_backends`), so another thread drops them. A second
+    abort wakes that thread; after a shutdown, it would use the communicator that was destroyed.
+    """
+
+    def drop() -> None:
+        if aborted:
+            c10d.await_monitors(*backends)
+            for backend in backends:
+                with suppress(RuntimeError):
+                    backend.abort()
+                del backend
+        backends.clear()
+
+    if backends:
+        with suppress(ReloadpgError):  # no thread can be started: the caller drops them
+            Task(drop, "drop")
+
+
+def discard(inner: ProcessGroup) -> None:
+    """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
+    c10d.discard_generation(inner)
+    monitored = c10d.monitored_backends(inner)
+    with suppress(RuntimeError):
+        inner.abort()
+    let_go(monitored, aborted=True)
+
+
+def parts_of(inner: ProcessGroup, construction: Construction) -> list[Any]:
+    """List the parts of a live group to release: the group, or the selected backends if mixed."""
+    return released_backends(inner, construction) if construction.is_mixed else [inner]
