@@ -232,7 +232,7 @@ _OTHER_TORCH = "use a tested version of torch, or a newer reloadpg"
 
 def check_torchcomms() -> Findings:
     """Say that ``install`` refuses TorchComms where torch would create its groups with it."""
-    from ..c10d import torchcomms_obstacle
+    from ..c10d.nccl import torchcomms_obstacle
 
     if obstacle := torchcomms_obstacle():
         why, _, remedy = obstacle.partition(". ")
@@ -240,8 +240,8 @@ def check_torchcomms() -> Findings:
 
 
 def check_device() -> Findings:
-    from ..c10d import nccl_version
     from ..c10d.devices import name_devices
+    from ..c10d.nccl import nccl_version
 
     if devices := name_devices():
         yield Finding("device", "ok", devices)
@@ -260,7 +260,7 @@ def check_suspend() -> Findings:
     """Check whether communicators can be suspended. Recreating them needs none of this."""
     from torch.distributed import ProcessGroupGloo  # it inherits the method, as NCCL's does
 
-    from ..c10d import nccl_version
+    from ..c10d.nccl import nccl_version
 
     version = nccl_version()
     if not hasattr(ProcessGroupGloo, "suspend"):
@@ -278,7 +278,7 @@ def check_suspend() -> Findings:
 
 def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) -> Findings:
     """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
-    from ..c10d import nccl_settings, release_cautions
+    from ..c10d.nccl import nccl_settings, release_cautions
 
     settings = nccl_settings(environ)
     found = partial(Finding, "nccl settings")
@@ -302,7 +302,7 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
 def check_holders(environ: Mapping[str, str], *, suspends: bool = False) -> Findings:
     """Name what other code holds of groups here, and settings that keep memory or hang."""
     from .. import status
-    from ..c10d import nccl_settings
+    from ..c10d.nccl import nccl_settings
 
     found = partial(Finding, "holders")
     for one in status().borrowed:
@@ -327,7 +327,7 @@ def check_recovery(environ: Mapping[str, str]) -> Findings:
     No finding if no setting is relevant, since only some jobs call ``recover``.
     """
     from .. import status
-    from ..c10d import nccl_is_concerned, recovery_settings
+    from ..c10d.nccl import nccl_is_concerned, recovery_settings
 
     options = status().options
     asked = bool(options) and options["recoverable"]
@@ -431,7 +431,7 @@ def check_launcher(environ: Mapping[str, str]) -> Findings:
 def check_wrappers() -> Findings:
     """Find wrappers of other libraries over the functions that are patched."""
     from .. import status
-    from ..c10d import creator_modules
+    from ..c10d.creation import creator_modules
 
     found, seen = partial(Finding, "foreign wrapper"), dict[int, str]()
     for module in creator_modules():

@@ -22,7 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from .. import c10d, environment
+from .. import environment
+from ..c10d import creation, stores, tables
 from ..groups.registry import registry
 from ..groups.selection import Selection
 from ..groups.sets import TRAINER, creators
@@ -65,7 +66,7 @@ class FakeRank:
         self._device = "cuda" if here is None else here.type
         self._records, self._create = records, dist.new_group
         self._requested = self._world_by = ""
-        torchs = c10d.creator_modules()
+        torchs = creation.creator_modules()
         _wrap(torchs, "init_process_group", self._init_process_group)
         _wrap(torchs, "new_group", self._new_group)
         _wrap(torchs, "split_group", self._split_group)
@@ -80,7 +81,7 @@ class FakeRank:
 
     def _init_process_group(self, wrapped: Any, given: dict[str, Any]) -> None:
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        wrapped("fake", store=c10d.fake_store(), timeout=given.get("timeout"), **place)
+        wrapped("fake", store=stores.fake_store(), timeout=given.get("timeout"), **place)
         self._requested = str(given.get("backend") or "undefined").lower()
         self._world_by = next(creators(), "")
         self.note_world()
@@ -93,7 +94,7 @@ class FakeRank:
         kept = {name: given[name] for name in given if name not in ("pg_options", "device_id")}
         group = wrapped(**{**kept, "backend": "fake"})
         asked = str(given.get("backend") or "fake").lower()
-        if not c10d.is_non_member(group):  # get_backend() returns "fake"
+        if not tables.is_non_member(group):  # get_backend() returns "fake"
             asked = self._requested if asked == "fake" else asked
             self._note_group(group, asked, next(creators(), ""))
         return group
@@ -116,7 +117,7 @@ class FakeRank:
         devices = {device: str(backend) for device, backend in found.items()}
         ranks, desc = dist.get_process_group_ranks(group), str(group.group_desc)
         is_world, rule = group is dist.group.WORLD, Selection()
-        name = "WORLD" if is_world else c10d.name_of(group)
+        name = "WORLD" if is_world else tables.name_of(group)
         if registry.options is not None:
             rule = registry.options.selection
         if self._backends is not None:

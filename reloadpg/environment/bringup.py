@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from .. import c10d
+from ..c10d import backends, devices, tables
 from ..errors import InvalidOptionError, ReloadpgError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..lifecycle.connect import Connect, sum_ranks, validate
@@ -164,7 +164,7 @@ def init_distributed(
             f"store={store!r} is not a store. Nothing was started. Pass a torch.distributed store."
         )
     _remove_ended_job()
-    own, world, mesh = OwnGroups(init_timeout), c10d.world(), None
+    own, world, mesh = OwnGroups(init_timeout), tables.world(), None
     if world is not None:
         check_group()
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
@@ -173,8 +173,8 @@ def init_distributed(
         environment = _environment_of_group()
         if sizes is not None:
             round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
-            has = c10d.backend_of(world)
-            timeout = timeout or _timeout_of(world) or c10d.default_timeout(has)
+            has = tables.backend_of(world)
+            timeout = timeout or _timeout_of(world) or tables.default_timeout(has)
             creation = _Creation(
                 backend=has,
                 rank=dist.get_rank(),
@@ -213,7 +213,7 @@ def init_distributed(
 
 def _remove_ended_job() -> None:
     """Abort all groups if the default group was aborted or shut down. Local, idempotent."""
-    world = c10d.world()
+    world = tables.world()
     if isinstance(world, ReloadableProcessGroup) and world.state is GroupState.DESTROYED:
         logging.getLogger(__name__).warning(
             "the default group was aborted or shut down, and not destroyed: it is replaced by a "
@@ -236,7 +236,7 @@ def bring_up(
     If it raises, this process has no group.
     """
     if timeout is None:
-        timeout = c10d.default_timeout(placement.backend)
+        timeout = tables.default_timeout(placement.backend)
     store = open_store(environment, init_timeout, given)
     placement.use()
     rank, size = environment.rank, environment.world_size
@@ -355,9 +355,9 @@ class _Creation:
         for group in self.own.now() if self.connect != "none" else ():
             if attempt.abandoned or group.size() == 1:
                 continue
-            kinds = c10d.device_backends(group)
-            desc, ranks = group.group_desc or "group", named_ranks(c10d.ranks_of(group))
-            self.at = f"connecting {desc!r} of {ranks} ({c10d.backend_of(group)})"
+            kinds = tables.device_backends(group)
+            desc, ranks = group.group_desc or "group", named_ranks(tables.ranks_of(group))
+            self.at = f"connecting {desc!r} of {ranks} ({tables.backend_of(group)})"
             used = self.device if self.device.type in kinds else torch.device(next(iter(kinds)))
             total, expected = sum_ranks(group, used)
             if self.connect == "canary" and total != expected:
@@ -389,8 +389,8 @@ def _environment_of_group() -> DistributedEnvironment:
 
 def _device_of(world: ProcessGroup) -> torch.device:
     present = accelerator()
-    if present is not None and present.type in c10d.device_backends(world):
-        index = c10d.devices.index_of_rank()
+    if present is not None and present.type in tables.device_backends(world):
+        index = devices.index_of_rank()
         here = torch.accelerator.current_device_index
         return torch.device(present.type, here() if index is None else index)
     return torch.device("cpu")
@@ -398,18 +398,19 @@ def _device_of(world: ProcessGroup) -> torch.device:
 
 def _timeout_of(world: ProcessGroup) -> timedelta | None:
     """The longest current timeout of the group's backends; None while it is offloaded."""
-    return max(c10d.get_timeouts(world, tuple(c10d.device_backends(world))).values(), default=None)
+    devices = tuple(tables.device_backends(world))
+    return max(backends.get_timeouts(world, devices).values(), default=None)
 
 
 def _warn_of_differences(
     world: ProcessGroup, backend: str | None, timeout: timedelta | None
 ) -> None:
     differing, current = [], _timeout_of(world)
-    kinds = c10d.device_backends(world)
+    kinds = tables.device_backends(world)
     pairs = (f"{kind}:{name}" for kind, name in kinds.items())
-    has = {c10d.backend_of(world).lower(), *kinds.values(), *pairs}
+    has = {tables.backend_of(world).lower(), *kinds.values(), *pairs}
     if backend is not None and not has.issuperset(str(backend).lower().split(",")):
-        differing.append(f"backend {backend!r} (it has {c10d.backend_of(world)!r})")
+        differing.append(f"backend {backend!r} (it has {tables.backend_of(world)!r})")
     # Gloo returns 60000 s as 60000.003 s on torch 2.15.
     slack = timedelta(milliseconds=10)
     if timeout is not None and current is not None and abs(timeout - current) > slack:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .. import c10d
+from ..c10d import tables
 from ..errors import InvalidOptionError
 from ..settings import as_integer
 
@@ -37,9 +37,9 @@ def parse_backend(backend: str) -> dict[str, str]:
     parsed = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
     if len(parsed) != len(pairs) or ("" in parsed and len(parsed) > 1):
         raise _error(f"backend={backend!r} is neither one name nor device:name pairs")
-    unknown = sorted(set(parsed.values()) - {name.lower() for name in c10d.known_backends()})
+    unknown = sorted(set(parsed.values()) - {name.lower() for name in tables.known_backends()})
     if unknown:
-        known = ", ".join(sorted(c10d.known_backends() - {"undefined"}))
+        known = ", ".join(sorted(tables.known_backends() - {"undefined"}))
         raise _error(f"backend={backend!r}: {unknown[0]!r} is unknown; known are {known}")
     for name in parsed.values():
         available = getattr(dist, f"is_{name}_available", None)

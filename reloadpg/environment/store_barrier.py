@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from .. import c10d
+from ..c10d import stores, tables
 from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
 from ..lifecycle.job import jobs
 from ..rendezvous.round import Rendezvous, Round
@@ -66,14 +66,14 @@ class _Rendezvouses:
             return known[purpose][1]
 
     def _new(self, group: ProcessGroup, purpose: str, recovered: int) -> Rendezvous:
-        world = c10d.world()
+        world = tables.world()
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if size == 1 or world is None or not c10d.has_peers():
+        if size == 1 or world is None or not tables.has_peers():
             return Rendezvous(None, rank, size)
-        prefix = f"reloadpg/{purpose}/{c10d.name_of(group)}"
+        prefix = f"reloadpg/{purpose}/{tables.name_of(group)}"
         if recovered:
             prefix += f"/after {recovered}"
-        root = c10d.root_store_of_job(world)
+        root = stores.root_store_of_job(world)
         if world not in self._clients:
             self._clients[world] = StoreClient(root)
         return Rendezvous(root, rank, size, client=self._clients[world], prefix=prefix)
@@ -113,7 +113,7 @@ def barrier(
             f'barrier("after eval", timeout=60, group=group).'
         )
     seconds = as_timedelta(timeout, "timeout").total_seconds()
-    if c10d.is_non_member(group) and group is not None:
+    if tables.is_non_member(group) and group is not None:
         return
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidOptionError(
@@ -145,7 +145,7 @@ def leave_together(
     rendezvous, seconds = rendezvous_of(group, purpose), timeout.total_seconds()
     with _in_job_ranks(group, purpose), rendezvous.open(purpose, ("arrive",), seconds) as round_:
         round_.barrier("arrive")
-    if rendezvous.alone or group not in (None, c10d.world()):
+    if rendezvous.alone or group not in (None, tables.world()):
         return
     count, all_left = f"left/{round_.label}", f"all left/{round_.label}"
 
@@ -166,7 +166,7 @@ def leave_together(
 
 def rendezvous_of(group: ProcessGroup | None, purpose: str) -> Rendezvous:
     """The rendezvous of a group, or of the job, for one purpose. Local."""
-    chosen = c10d.world() if group is None else group
+    chosen = tables.world() if group is None else group
     if chosen is None:
         raise _no_group(purpose)
     return _rendezvouses.of(chosen, purpose)
@@ -201,7 +201,7 @@ def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Itera
 
 
 def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
-    chosen = c10d.world() if group is None else group
+    chosen = tables.world() if group is None else group
     if chosen is None and identify(os.environ).world_size != 1:
         raise _no_group(what)
     return chosen

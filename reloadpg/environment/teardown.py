@@ -95,9 +95,9 @@ class OwnGroups:
         """Return those that exist, in order of creation; WORLD first, if it is one of them."""
         if not is_initialized():
             return []
-        from .. import c10d
+        from ..c10d import tables
 
-        return [one for one in c10d.known_groups() if c10d.store_of(one) not in self._before]
+        return [one for one in tables.known_groups() if tables.store_of(one) not in self._before]
 
     def destroy(self, error: BaseException | None) -> None:
         """Destroy them. Collective over their members; blocking, with a timeout.
@@ -139,9 +139,9 @@ def _stores_of_groups() -> WeakSet[Store]:
     """The stores of the existing groups."""
     if not is_initialized():
         return WeakSet()
-    from .. import c10d
+    from ..c10d import tables
 
-    return WeakSet(c10d.store_of(group) for group in c10d.known_groups())
+    return WeakSet(tables.store_of(group) for group in tables.known_groups())
 
 
 def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = True) -> None:
@@ -179,10 +179,10 @@ def _attempt(
 
 def _close_coalescing(groups: list[ProcessGroup]) -> None:
     """End what the error has left open in this thread, which would run no later collective."""
-    from .. import c10d
+    from ..c10d import tables
 
     for group in groups:
-        c10d.close_coalescing(group)
+        tables.close_coalescing(group)
 
 
 def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
@@ -201,11 +201,11 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
     """Abort groups, or all groups if WORLD is one of them. Local; does not wait for peers."""
     if not groups or not is_initialized():
         return
-    from .. import c10d
+    from ..c10d import backends, tables
     from ..rendezvous.worker_thread import Task
 
-    every = c10d.world() in groups
-    task = Task(c10d.abort_all if every else lambda: c10d.abort_each(groups), "abort")
+    every = tables.world() in groups
+    task = Task(backends.abort_all if every else lambda: backends.abort_each(groups), "abort")
     if not task.wait(_ABORT_S):
         raise TimeoutError(
             f"The process groups were not aborted within {_ABORT_S:g} s; a thread continues to "

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
-from .. import c10d
+from ..c10d import backends, inspection, tables
 from ..reports import Borrowed
 from .loans import borrower
 from .managed import ManagedGroup
@@ -53,7 +53,7 @@ def take(group: ManagedGroup, name: str, value: Any) -> Any:
 
 def recorders() -> Iterator[tuple[type, str, Callable[..., Any]]]:
     """Yield the methods of torch's backends that give something away, with recording wrappers."""
-    for cls in c10d.backend_classes():
+    for cls in backends.backend_classes():
         for name in _OF_BACKENDS:
             if callable(vars(cls).get(name)):
                 yield cls, name, _recording(name, vars(cls)[name])
@@ -67,17 +67,17 @@ def _recording(name: str, original: Any) -> Callable[..., Any]:
             return take(group, name, value)
         return value
 
-    c10d.skip_in_compiled_code([method])
+    inspection.skip_in_compiled_code([method])
     return method
 
 
 def _owner(backend: Any) -> ManagedGroup | None:
     """The reloadable group that a backend object belongs to now. Local."""
-    for group in c10d.known_groups():
+    for group in tables.known_groups():
         managed: ManagedGroup | None = getattr(group, "_managed", None)
         inner = None if managed is None else managed.communicator
         if managed is not None and inner is not None:
-            live = c10d.live_backends(inner, managed.construction.selected)
+            live = backends.live_backends(inner, managed.construction.selected)
             if any(one is backend for one in live.values()):
                 return managed
     return None
@@ -86,7 +86,7 @@ def _owner(backend: Any) -> ManagedGroup | None:
 def borrowed(groups: Iterable[ManagedGroup]) -> tuple[Borrowed, ...]:
     """List what other code holds of these groups. Local, from any thread."""
     rows = []
-    shared = c10d.symmetric_memory_groups()
+    shared = inspection.symmetric_memory_groups()
     for group in groups:
         loans = group.known_loans
         for loan in [] if loans is None else loans.held():
@@ -100,4 +100,4 @@ def borrowed(groups: Iterable[ManagedGroup]) -> tuple[Borrowed, ...]:
     return tuple(rows)
 
 
-c10d.skip_in_compiled_code([take, borrower])
+inspection.skip_in_compiled_code([take, borrower])

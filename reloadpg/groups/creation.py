@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed import ProcessGroup, Store
 
-from .. import c10d
+from ..c10d import creation, tables
 
 
 class _Thread(threading.local):
@@ -253,16 +253,16 @@ class Construction:
         backend, part = self.backend, self.is_mixed and not whole
         if part:
             backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
-        c10d.forget_parent(self.options)
-        creation = c10d.CreationByMembers(name, store, device)
+        creation.forget_parent(self.options)
+        collective = creation.CreationByMembers(name, store, device)
         if self.is_world:
-            return c10d.create_world(
-                creation,
+            return creation.create_world(
+                collective,
                 self.rank,
                 len(self.ranks),
                 backend,
                 backend_options=self.options,
-                timeout=self.timeout or c10d.default_timeout(backend),
+                timeout=self.timeout or tables.default_timeout(backend),
                 group_desc=self.desc,
             )
         call = self.call
@@ -270,9 +270,9 @@ class Construction:
             call = by_members(self.ranks, self.timeout, backend, self.desc, self.options)
         elif part:
             call = call.replacing("backend", backend)
-        with verbatim(), creation:
+        with verbatim(), collective:
             group = call()
-        if c10d.is_non_member(group):
+        if tables.is_non_member(group):
             raise RuntimeError("torch returned the value for non-members to a member of the group")
         return cast(ProcessGroup, group)
 
@@ -288,6 +288,6 @@ def by_members(
         "pg_options": options,
         "use_local_synchronization": True,
         "group_desc": desc,
-        **({} if c10d.sorts_ranks() else {"sort_ranks": False}),
+        **({} if creation.sorts_ranks() else {"sort_ranks": False}),
     }
-    return Call(c10d.original("new_group"), (), kwargs)
+    return Call(creation.original("new_group"), (), kwargs)

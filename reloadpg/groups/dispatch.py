@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import backends, inspection, tables
 
 if TYPE_CHECKING:
     from .managed import ManagedGroup
 
-COMPLETED_WORK = c10d.completed_work()
+COMPLETED_WORK = backends.completed_work()
 """Returned where a synchronous coalesced NCCL call returns None, since torch 2.8."""
 
 _KINDS = {
@@ -110,7 +110,7 @@ class Dispatch(ProcessGroup):
         try:
             inner._start_coalescing(*args, **kwargs)
         except Exception:
-            c10d.close_coalescing(self)
+            tables.close_coalescing(self)
             raise
         self._coalescing = inner
 
@@ -175,4 +175,4 @@ for _template, _names in (
     for _name in _NAMES & _names:
         _member = _method(_template, _name)
         setattr(Dispatch, _name, property(_member) if _template is _query else _member)
-c10d.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))
+inspection.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))

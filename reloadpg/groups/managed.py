@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import backends, creation, inspection, tables
 from .creation import Construction
 from .loans import Loans
 from .offloaded import GroupState, Offloaded, UnderWay
 from .sets import TRAINER
 
 if TYPE_CHECKING:
-    from ..c10d import CppBackend
+    from ..c10d.backends import CppBackend
     from .proxy import ReloadableProcessGroup
 
 
@@ -146,7 +146,7 @@ class ManagedGroup:
         """Whether completion hooks were registered."""
         # The live group is not queried: torch writes a warning to stderr for a group without a
         # default backend, such as a mixed group.
-        return any(name == c10d.COMPLETION_HOOK for name, *_ in self.calls)
+        return any(name == backends.COMPLETION_HOOK for name, *_ in self.calls)
 
     def __repr__(self) -> str:
         ranks = self.construction.ranks
@@ -173,8 +173,8 @@ class ManagedGroup:
     @property
     def kept(self) -> ProcessGroup | None:
         """The backends that stay alive while the group is offloaded, if any."""
-        backends: ProcessGroup | None = self.target.kept
-        return backends
+        kept: ProcessGroup | None = self.target.kept
+        return kept
 
     def release_kept(self) -> None:
         """Drop the backends that stay alive while the group is offloaded."""
@@ -189,9 +189,9 @@ class ManagedGroup:
         if inner is None:
             return {}
         totals: dict[str, int] = {}
-        backends = c10d.live_backends(inner, self.construction.selected)
-        for backend in {id(backend): backend for backend in backends.values()}.values():
-            stats = c10d.memory_stats(backend)
+        live = backends.live_backends(inner, self.construction.selected)
+        for backend in {id(backend): backend for backend in live.values()}.values():
+            stats = backends.memory_stats(backend)
             if stats is None:
                 return None
             for name, value in stats.items():
@@ -201,7 +201,7 @@ class ManagedGroup:
     @property
     def backend(self) -> Any:
         """The backend object of the live group that an offload releases."""
-        return c10d.backend_for(self.current, torch.device(self.construction.selected[0]))
+        return backends.backend_for(self.current, torch.device(self.construction.selected[0]))
 
     # -- its generations --------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class ManagedGroup:
         self.last_error = reason
         self._end_loans()
         self._released = weakref.ref(inner)  # weak: the communicator's memory must be freed
-        c10d.drop_generation(self.proxy)
+        tables.drop_generation(self.proxy)
         return inner
 
     def attach(self, inner: ProcessGroup, generation: int) -> None:
@@ -235,11 +235,11 @@ class ManagedGroup:
         # All settings come before `_make_live`. Another thread may use the group from then on, and
         # a call that raises here leaves the placeholder in place.
         if isinstance(self.current, Offloaded) and self.current.kept is not None:
-            c10d.add_backends(inner, self._kept_backends(self.current.kept))
-        c10d.take_generation(inner, proxy)
-        c10d.set_timeouts(inner, self._timeouts)
+            backends.add_backends(inner, self._kept_backends(self.current.kept))
+        tables.take_generation(inner, proxy)
+        backends.set_timeouts(inner, self._timeouts)
         if self.construction.is_world:
-            c10d.complete_ranks(inner, tuple(self.construction.devices))
+            creation.complete_ranks(inner, tuple(self.construction.devices))
         if inner.bound_device_id != proxy.bound_device_id:
             inner.bound_device_id = proxy.bound_device_id
         for name, args, kwargs in self.calls:
@@ -258,7 +258,7 @@ class ManagedGroup:
     def resume(self) -> None:
         """Make the suspended group the live one again, with the timeouts set since."""
         inner = self.current.suspended
-        c10d.set_timeouts(inner, self._timeouts)
+        backends.set_timeouts(inner, self._timeouts)
         self._make_live(inner)
 
     def fail(self, reason: str) -> None:
@@ -306,7 +306,7 @@ class ManagedGroup:
         if placeholder is not None and placeholder.suspended is not None:
             placeholder.suspended.abort()  # a shutdown would need the peers
         elif inner is not None:
-            c10d.await_monitors(inner)  # else its destructor may wait for a thread of torch
+            backends.await_monitors(inner)  # else its destructor may wait for a thread of torch
             how(inner)
 
     def disown(self) -> Any:
@@ -326,7 +326,7 @@ class ManagedGroup:
         """Return the timeouts by device type: of the live group, or of the next generation."""
         if self.is_live:
             # Not every backend reports its timeout; a timeout that was set here is known.
-            reported = c10d.get_timeouts(self.current, tuple(self.construction.devices))
+            reported = backends.get_timeouts(self.current, tuple(self.construction.devices))
             return {**self._timeouts, **reported}
         return dict(self._timeouts)
 
@@ -341,7 +341,7 @@ class ManagedGroup:
         timeouts = dict.fromkeys(devices, timeout)
         live = self.current if self.is_live else self.current.kept
         if live is not None:
-            c10d.set_timeouts(live, timeouts)
+            backends.set_timeouts(live, timeouts)
         self._timeouts = {**self._timeouts, **timeouts}
 
     # -- steps of the above -----------------------------------------------------------------
@@ -357,15 +357,15 @@ class ManagedGroup:
             # A failure of another rank may still release the group, so only the operation's threads
             # use it. The backends that stay alive in an offload serve all threads.
             is_placeholder = isinstance(current, Offloaded)
-            backends = current.kept if is_placeholder else self._kept_group(current)
-            target = Offloaded(self, backends, under_way=self.under_way, current=current)
+            kept = current.kept if is_placeholder else self._kept_group(current)
+            target = Offloaded(self, kept, under_way=self.under_way, current=current)
         self.current, self.target = current, target
         proxy = self._proxy()
         if proxy is not None:  # the program may have deleted it during the operation
             proxy._inner = target
 
     def _make_live(self, inner: Any) -> None:
-        c10d.set_desc(inner, self.desc)
+        backends.set_desc(inner, self.desc)
         if self.symm_mem:
             inner.use_pg_for_symm_mem_rendezvous = self.symm_mem
         self._put(inner)
@@ -381,16 +381,16 @@ class ManagedGroup:
     def _kept_group(self, inner: Any) -> ProcessGroup | None:
         if not self.construction.is_mixed:
             return None
-        construction, store = self.construction, c10d.store_of(self.proxy)
-        backends = self._kept_backends(inner)
-        return c10d.group_of_backends(construction.rank, construction.size, store, backends)
+        construction, store = self.construction, tables.store_of(self.proxy)
+        kept = self._kept_backends(inner)
+        return backends.group_of_backends(construction.rank, construction.size, store, kept)
 
     def _kept_backends(self, group: ProcessGroup) -> Mapping[str, tuple[str, CppBackend]]:
-        backends = c10d.live_backends(group, self.construction.kept)
-        return {device: (self.construction.devices[device], b) for device, b in backends.items()}
+        live = backends.live_backends(group, self.construction.kept)
+        return {device: (self.construction.devices[device], b) for device, b in live.items()}
 
 
-c10d.skip_in_compiled_code(
+inspection.skip_in_compiled_code(
     function
     for member in vars(ManagedGroup).values()
     for function in (member, getattr(member, "fget", None))

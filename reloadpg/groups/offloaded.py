@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import inspection, tables
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .dispatch import DISPATCHED, REMOVALS
 from .sets import TRAINER
@@ -176,7 +176,7 @@ class OffloadedBackend:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # type: ignore[override]
-        return c10d.backend_class(self._owner.construction.devices.get(self._device, ""))
+        return tables.backend_class(self._owner.construction.devices.get(self._device, ""))
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the next generation. Local."""
@@ -217,4 +217,4 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 for _name in DISPATCHED | REMOVALS:
     setattr(Offloaded, _name, _refusing(_name))
-c10d.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))
+inspection.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))

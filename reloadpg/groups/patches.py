@@ -16,7 +16,7 @@ from typing import Any
 
 import wrapt
 
-from .. import c10d
+from ..c10d import creation, inspection, needs, saves
 from ..texts import warn
 from .borrowed import recorders
 from .registry import registry
@@ -73,7 +73,7 @@ class Patches:
         for name, wrapper_of in wrappers().items():
             for original in _originals(name):
                 put[id(original)] = (original, _wrapped(name, original, wrapper_of))
-            owner, attribute = c10d.owner_of(name) if "." in name else (None, name)
+            owner, attribute = creation.owner_of(name) if "." in name else (None, name)
             if isinstance(owner, type):
                 original = vars(owner)[attribute]
                 planned.append(_Patch(owner, attribute, original, wrapper_of(original)))
@@ -93,7 +93,7 @@ class Patches:
     def patch_loaded_late(self) -> None:
         """Wrap functions of modules that torch loads on demand, as far as loaded. Idempotent."""
         self._patch_savers()
-        original = vars(sys.modules.get(c10d.SYMMETRIC_MEMORY, object)).get("rendezvous")
+        original = vars(sys.modules.get(inspection.SYMMETRIC_MEMORY, object)).get("rendezvous")
         if original is not None and all(p.replacement is not original for p in self.patches):
             replacement = recording_rendezvous(original)
             for owner, attribute, _ in list(_bindings([id(original)])):
@@ -102,21 +102,21 @@ class Patches:
 
     def _patch_savers(self) -> None:
         """Record asynchronous saves from now on, once the module that starts them is loaded."""
-        if lacking := c10d.missing("saves"):
+        if lacking := needs.missing("saves"):
             if "saves" not in registry.warned:
                 registry.warned.add("saves")
                 warn(
                     f"reloadpg: an offload does not wait for async_save() with this torch, which "
-                    f"lacks {c10d.describe_needs(lacking)}. Wait for the result() of each save "
+                    f"lacks {needs.describe_needs(lacking)}. Wait for the result() of each save "
                     "before an offload; otherwise the checkpoint can be lost.",
                     of_host=True,
                 )
             return
-        name, attribute = c10d.SAVER
-        owner = getattr(sys.modules.get(c10d.SAVERS), name, None)
+        name, attribute = saves.SAVER
+        owner = getattr(sys.modules.get(saves.SAVERS), name, None)
         if owner is not None and all(patch.owner is not owner for patch in self.patches):
             original = vars(owner)[attribute]
-            patch = _Patch(owner, attribute, original, c10d.recording_save(original))
+            patch = _Patch(owner, attribute, original, saves.recording_save(original))
             setattr(owner, attribute, patch.replacement)
             self.patches.append(patch)
 
@@ -144,9 +144,9 @@ class Patches:
 def _originals(name: str) -> list[Any]:
     """List the functions that torch's modules bind to the name, and those that they wrap."""
     functions: list[Any] = []
-    homes: tuple[Any, ...] = c10d.creator_modules()
+    homes: tuple[Any, ...] = creation.creator_modules()
     if "." in name:
-        owner, name = c10d.owner_of(name)
+        owner, name = creation.owner_of(name)
         homes = () if isinstance(owner, type) else (owner,)
     for home in homes:
         value = vars(home).get(name)
@@ -165,7 +165,7 @@ def patch_when_loaded() -> None:
             if registry.patches is not None:
                 registry.patches.patch_loaded_late()
 
-    for module in (c10d.SAVERS, c10d.SYMMETRIC_MEMORY):
+    for module in (saves.SAVERS, inspection.SYMMETRIC_MEMORY):
         wrapt.register_post_import_hook(patch, module)
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import backends, creation, inspection, tables
 from ..errors import GroupPickleError
 from .borrowed import take
 from .creation import Construction
@@ -60,7 +60,7 @@ class ReloadableProcessGroup(Dispatch):
         if device is not None:
             # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
             _BOUND_DEVICE.__set__(self, device)
-        c10d.take_place(inner, self)
+        tables.take_place(inner, self)
 
     @property
     def generation(self) -> int:
@@ -102,11 +102,11 @@ class ReloadableProcessGroup(Dispatch):
     @property
     def _device_types(self) -> list[Any]:
         # Torch's creating functions read WORLD's backends; a replay needs none.
-        if c10d.is_creating():
+        if creation.is_creating():
             return []
         managed = self._managed
         if managed.is_live:
-            return c10d.device_types(managed.current)
+            return backends.device_types(managed.current)
         return [torch.device(device) for device in managed.construction.devices]
 
     def _bind_device(self, device: Any) -> None:
@@ -131,7 +131,7 @@ class ReloadableProcessGroup(Dispatch):
             self._managed.current.use_pg_for_symm_mem_rendezvous = value
 
     def get_group_store(self) -> Any:
-        return c10d.store_of(self)
+        return tables.store_of(self)
 
     def _set_group_name(self, name: str) -> None:
         if name != self.group_name:
@@ -144,14 +144,14 @@ class ReloadableProcessGroup(Dispatch):
         self._managed.desc = desc
         _SET_DESC(self, desc)  # the C++ object's
         if self._managed.is_live:
-            c10d.set_desc(self._managed.current, desc)
+            backends.set_desc(self._managed.current, desc)
 
     def _has_hooks(self) -> bool:
         return self._managed.has_hooks
 
     def _wait_for_pending_works(self) -> None:
         if self._managed.is_live:
-            c10d.await_hooks(self._managed.current)
+            backends.await_hooks(self._managed.current)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of all backends, now or from the next generation on. Local."""
@@ -230,7 +230,7 @@ for _name in ("get_group_store", "set_timeout", "use_pg_for_symm_mem_rendezvous"
     if not hasattr(ProcessGroup, _name):  # before torch 2.9 to 2.15
         delattr(ReloadableProcessGroup, _name)
 
-c10d.skip_in_compiled_code(
+inspection.skip_in_compiled_code(
     cast(Any, function)
     for member in vars(ReloadableProcessGroup).values()
     for function in (member, getattr(member, "fget", None))
@@ -240,12 +240,12 @@ c10d.skip_in_compiled_code(
 
 def find_group(name: str, ranks: tuple[int, ...] = ()) -> ProcessGroup:
     """Return this process's group of that name, to resolve a pickled group."""
-    for group in c10d.known_groups():
-        if c10d.name_of(group) == name:
-            if ranks and c10d.ranks_of(group) != tuple(ranks):
+    for group in tables.known_groups():
+        if tables.name_of(group) == name:
+            if ranks and tables.ranks_of(group) != tuple(ranks):
                 raise GroupPickleError(
                     f"a pickled process group {name!r} of ranks {list(ranks)} cannot be resolved: "
-                    f"here the group has the ranks {list(c10d.ranks_of(group))}. Unpickle it "
+                    f"here the group has the ranks {list(tables.ranks_of(group))}. Unpickle it "
                     "in a process of the same job, with its groups created in the same order."
                 )
             return group

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import tables
 from ..errors import InvalidOptionError, NotInstalledError
 from .creation import HANDED_OVER, Call, Construction
 from .proxy import ReloadableProcessGroup
@@ -65,18 +65,18 @@ def register_group(
     if isinstance(group, ReloadableProcessGroup):
         return group
     set_name = registry.options.selection.set_now() or TRAINER
-    if not isinstance(group, ProcessGroup) or not c10d.is_known(group) or group is c10d.world():
+    if not isinstance(group, ProcessGroup) or not tables.is_known(group) or group is tables.world():
         raise InvalidOptionError(
             f"register_group({group!r}): not a group of torch.distributed other than the default "
             "group; nothing was changed. Pass the live group that the creating function returned."
         )
-    devices = c10d.device_backends(group)
-    name = c10d.name_of(group)
+    devices = tables.device_backends(group)
+    name = tables.name_of(group)
     construction = Construction(
         Call(rebuild, (), {}),
         name,
-        c10d.ranks_of(group),
-        c10d.backend_of(group),
+        tables.ranks_of(group),
+        tables.backend_of(group),
         devices,
         tuple(devices),
         group.rank(),

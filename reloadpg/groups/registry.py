@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import tables
 from ..settings import is_off
 from .managed import ManagedGroup
 from .offloaded import GroupState
@@ -120,11 +120,11 @@ class Registry:
         # Gloo's destructor of torch 2.8 hangs in the end of the interpreter, or ends it by SIGABRT.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._disowned))
         self._begin_process()
-        self._inherited = c10d.world()
+        self._inherited = tables.world()
 
     def managed(self) -> list[ManagedGroup]:
         """List the reloadable groups, in the order that all ranks share: WORLD first."""
-        if c10d.world() is self._inherited is not None:
+        if tables.world() is self._inherited is not None:
             return []
         return sorted(_managed_groups(), key=lambda group: group.construction.order)
 
@@ -147,9 +147,9 @@ class Registry:
     def _others(self) -> Iterator[tuple[ProcessGroup, Bypass | None]]:
         """Yield the groups that are not managed, with the reason if they bypass."""
         options = self.options
-        if options is None or c10d.world() is self._inherited is not None:
+        if options is None or tables.world() is self._inherited is not None:
             return
-        for group in c10d.known_groups():
+        for group in tables.known_groups():
             if not isinstance(group, ReloadableProcessGroup):
                 yield group, bypass_of(group, options.selection)
 
@@ -162,17 +162,17 @@ class Registry:
 
 
 def _managed_groups() -> list[ManagedGroup]:
-    return [record for group in c10d.known_groups() if (record := managed(group)) is not None]
+    return [record for group in tables.known_groups() if (record := managed(group)) is not None]
 
 
 def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
     """Return why a group that torch created is bypassed; None if it is selected."""
     return selection.bypass(
-        c10d.device_backends(group),
-        len(c10d.ranks_of(group)),
-        name=c10d.name_of(group),
-        desc=c10d.desc_of(group),
-        is_world=group is c10d.world(),
+        tables.device_backends(group),
+        len(tables.ranks_of(group)),
+        name=tables.name_of(group),
+        desc=tables.desc_of(group),
+        is_world=group is tables.world(),
         in_set=None if group in registry.without_set else TRAINER,
     )
 

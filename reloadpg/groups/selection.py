@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
 
-from .. import c10d
+from ..c10d import tables
 from ..errors import InvalidOptionError
 from ..settings import as_flag, as_integer, as_names
 from ..texts import did_you_mean
@@ -78,7 +78,7 @@ class Selection:
         selection = cls(frozenset(names), smallest, world, patterns, rules)
         unknown = selection.unknown_backends()
         if unknown and not registered_later:
-            known = ", ".join(sorted(c10d.known_backends()))
+            known = ", ".join(sorted(tables.known_backends()))
             raise InvalidOptionError(
                 f"install(backends=...): unknown backend {', '.join(unknown)}; nothing was "
                 f"installed. Torch knows {known} here; register another with "
@@ -88,7 +88,7 @@ class Selection:
 
     def unknown_backends(self) -> list[str]:
         """List the names that torch does not know, each with the most similar known name."""
-        known = c10d.known_backends()
+        known = tables.known_backends()
         unknown = sorted((self.backends or frozenset()) - known)
         return [f"{name}{did_you_mean(name, known - {'undefined'})}" for name in unknown]
 

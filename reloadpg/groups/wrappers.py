@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import backends, creation, inspection, tables
+from ..c10d.devices import note_creation
 from ..texts import warn
 from .borrowed import take
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
@@ -32,12 +33,12 @@ def wrappers() -> dict[str, Wrapper]:
     """Return the wrappers that the installed torch needs; a dotted name is in another module."""
     needed: dict[str, Wrapper] = {
         "new_group": _new_group,
-        c10d.COMPILERS_NEW_GROUP: _new_group,
+        creation.COMPILERS_NEW_GROUP: _new_group,
         "split_group": _split_group,
         "init_process_group": _init_process_group,
-        **{name: partial(_outside_tables, name) for name in c10d.creators_outside_tables()},
+        **{name: partial(_outside_tables, name) for name in creation.creators_outside_tables()},
     }
-    if c10d.batching_refuses_subclasses():
+    if creation.batching_refuses_subclasses():
         needed["batch_isend_irecv"] = _batch_isend_irecv
     return needed
 
@@ -52,7 +53,7 @@ def _new_group(wrapped: Function) -> Function:
         if registry.renamed_backends:
             args, kwargs = _with_renamed_backend(args, kwargs)
         ranks = args[0] if args else kwargs.get("ranks")
-        world = c10d.world()
+        world = tables.world()
         call = None
         thread.verbatim = True
         try:
@@ -67,7 +68,7 @@ def _new_group(wrapped: Function) -> Function:
                 group = call()
         finally:
             thread.verbatim = False
-        if c10d.is_non_member(group):
+        if tables.is_non_member(group):
             return group
         return _manage(group, call, wrapped, args, kwargs)
 
@@ -100,8 +101,8 @@ def new_plain_group(*args: Any, **kwargs: Any) -> Any:
     offload.
     """
     with verbatim():  # torch's function calls another patched function
-        group = c10d.original("new_group")(*args, **kwargs)
-    if not c10d.is_non_member(group):
+        group = creation.original("new_group")(*args, **kwargs)
+    if not tables.is_non_member(group):
         registry.without_set.add(group)
     return group
 
@@ -113,7 +114,7 @@ def _split_group(wrapped: Function) -> Function:
         call = Call.capture(wrapped, args, kwargs)
         with verbatim():
             group = call()
-        if c10d.is_non_member(group):
+        if tables.is_non_member(group):
             return group
         # The replay needs no parent: the record must not keep one alive, nor WORLD's store.
         return _manage(group, call.replacing("parent_pg", None), wrapped, args, kwargs)
@@ -144,7 +145,7 @@ def _outside_tables(name: str, wrapped: Function) -> Function:
 
     def create(*args: Any, **kwargs: Any) -> Any:
         group = wrapped(*args, **kwargs)
-        if not thread.verbatim and not c10d.is_non_member(group):
+        if not thread.verbatim and not tables.is_non_member(group):
             registry.outside_tables[group] = reason
         return group
 
@@ -166,8 +167,8 @@ def _warn_of_unknown_backends() -> None:
 def _create_alone(call: Call) -> Any:
     """Create a group without a parent: WORLD has no communicator to split."""
     for value in (*call.args, *call.kwargs.values()):
-        c10d.forget_parent(value)
-    with c10d.CreationByMembers():
+        creation.forget_parent(value)
+    with creation.CreationByMembers():
         return call()
 
 
@@ -183,8 +184,8 @@ def _manage(
     if options is None or type(group) is ReloadableProcessGroup:
         return group
     selection = options.selection
-    name, ranks, backend, devices = c10d.entry_of(group)
-    if selection.exclude and selection.excluded_by(name, c10d.desc_of(group)):
+    name, ranks, backend, devices = tables.entry_of(group)
+    if selection.exclude and selection.excluded_by(name, tables.desc_of(group)):
         return group
     size = len(ranks)
     selected = selection.selected(devices, size)
@@ -202,20 +203,20 @@ def _manage(
         call = Call.capture(function, args, kwargs)
     parents: tuple[object, Any] = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
-        timeouts = c10d.get_timeouts(group, selected).values()
-        parents = c10d.options_of(group, selected), next(iter(timeouts), None)
-        c10d.forget_parent(parents[0])
+        timeouts = backends.get_timeouts(group, selected).values()
+        parents = backends.options_of(group, selected), next(iter(timeouts), None)
+        creation.forget_parent(parents[0])
     # The split is done; the options must not keep the parent alive.
     for value in call.args[1:]:  # the first argument is the ranks, or the parent
-        c10d.forget_parent(value)
+        creation.forget_parent(value)
     for value in call.kwargs.values():
-        c10d.forget_parent(value)
+        creation.forget_parent(value)
     rank, desc = group.rank(), str(group.group_desc)
     construction = Construction(call, name, ranks, backend, devices, selected, rank, desc, parents)
     proxy = ReloadableProcessGroup(group, construction)
     if set_name != TRAINER:
         proxy._managed.set_name = set_name
-    c10d.devices.note_creation()
+    note_creation()
     return proxy
 
 
@@ -240,12 +241,12 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     the live group.
     """
     options = registry.options
-    world = c10d.world()
+    world = tables.world()
     if options is None or world is None or isinstance(world, ReloadableProcessGroup):
         return None
     if bypass_of(world, options.selection) is not None:
         return None
-    name, ranks, backend, devices = c10d.entry_of(world)
+    name, ranks, backend, devices = tables.entry_of(world)
     obstacle = _obstacle(world, len(ranks))
     if obstacle:
         registry.left_alone[world] = obstacle
@@ -254,16 +255,16 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     defaults: tuple[object, Any] = (None, None)
     begins = call is not None
     if call is None:
-        call = Call(c10d.original("init_process_group"), (), {})
-        timeout = next(iter(c10d.get_timeouts(world, selected).values()), None)
-        defaults = c10d.options_of(world, selected), timeout
+        call = Call(creation.original("init_process_group"), (), {})
+        timeout = next(iter(backends.get_timeouts(world, selected).values()), None)
+        defaults = backends.options_of(world, selected), timeout
     rank, desc = world.rank(), str(world.group_desc)
     construction = Construction(
         call, name, ranks, backend, devices, selected, rank, desc, defaults, WORLD_ORDER
     )
-    c10d.complete_ranks(world, tuple(devices))
+    creation.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
-    c10d.devices.note_creation()
+    note_creation()
     registry.hooks.after_world(begins=begins)
     return proxy
 
@@ -278,7 +279,7 @@ def recording_rendezvous(wrapped: Function) -> Function:
     def rendezvous(tensor: Any, group: Any) -> Any:
         handle = wrapped(tensor, group)
         owner = managed(find_group(group) if isinstance(group, str) else group)
-        if owner is None or not c10d.symmetric_memory_keeps_communicators():
+        if owner is None or not inspection.symmetric_memory_keeps_communicators():
             return handle
         return take(owner, "rendezvous", handle)
 
@@ -301,7 +302,7 @@ def _batch_isend_irecv(wrapped: Function) -> Function:
         operations: Any = args[0] if args else kwargs.get("p2p_op_list")
         if not _coalesces(operations):
             return wrapped(*args, **kwargs)
-        return c10d.batch_coalesced(operations)
+        return creation.batch_coalesced(operations)
 
     return batch_isend_irecv
 
@@ -309,13 +310,13 @@ def _batch_isend_irecv(wrapped: Function) -> Function:
 def _coalesces(operations: Any) -> bool:
     if not isinstance(operations, list) or not operations:
         return False  # torch raises the error
-    group = getattr(operations[0], "group", None) or c10d.world()
+    group = getattr(operations[0], "group", None) or tables.world()
     if not isinstance(group, ReloadableProcessGroup):
         return False
     try:
-        if not c10d.backend_for(group, operations[0].tensor.device).supports_coalescing:
+        if not backends.backend_for(group, operations[0].tensor.device).supports_coalescing:
             return False  # torch checks the operations, and issues each one separately
-        c10d.check_batch(operations)
+        creation.check_batch(operations)
     except Exception:
         return False  # torch raises the error
     return True

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import tables
 from ..environment import barrier
 from ..errors import ReloadpgError
 from . import framework
@@ -41,7 +41,7 @@ def initialize_model_parallel(**options: Any) -> ModelParallel:
         ImportError: megatron-core is not installed.
     """
     state = _parallel_state()
-    if c10d.world() is None:
+    if tables.world() is None:
         raise ReloadpgError(
             "initialize_model_parallel: there is no default group; nothing was changed. "
             "Call reloadpg.environment.init_distributed() or "
@@ -129,7 +129,7 @@ def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
 def _destroy(state: Any) -> int:
     """Destroy the parallel state without waiting for other ranks. Local."""
     made = [g for g in state._global_process_group_list or () if isinstance(g, ProcessGroup)]
-    mine = [group for group in made if c10d.is_known(group) and group is not c10d.world()]
+    mine = [group for group in made if tables.is_known(group) and group is not tables.world()]
     state.destroy_model_parallel()  # destroys some of its gloo groups itself
     with ExitStack() as stack:  # in reverse order, and all of them if one raises
         stack.callback(_forget, state, made)
@@ -139,7 +139,7 @@ def _destroy(state: Any) -> int:
 
 
 def _destroy_known(group: ProcessGroup) -> None:
-    if c10d.is_known(group):
+    if tables.is_known(group):
         dist.destroy_process_group(group)
 
 

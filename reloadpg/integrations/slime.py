@@ -41,7 +41,8 @@ import torch.distributed as dist
 import wrapt
 
 from .. import ReloadableProcessGroup as _Group
-from .. import c10d, install, is_installed, offload, reload
+from .. import install, is_installed, offload, reload
+from ..c10d import devices, inspection, tables
 from ..errors import ReloadpgError
 from ..extend import (
     COLLECTIVES,
@@ -109,7 +110,7 @@ def monkey_patch_torch_dist(*, clear_memory_below: float | None = None, **option
     dist.old_new_group = old_new_group_dict[os.getpid()] = new_plain_group  # type: ignore[attr-defined]
     if _take_back not in callbacks.uninstall:
         callbacks.uninstall.append(_take_back)
-    c10d.on_collective_error(_note_memory)
+    inspection.on_collective_error(_note_memory)
     timeout = _registered.pop(os.getpid(), None)
     if timeout is not None and dist.is_initialized():
         register_default_process_group(timeout)
@@ -120,7 +121,7 @@ def _take_back() -> None:
     if getattr(dist, "old_new_group", None) is new_plain_group:
         del dist.old_new_group  # type: ignore[attr-defined]
     old_new_group_dict.pop(os.getpid(), None)
-    c10d.on_collective_error(_note_memory)()
+    inspection.on_collective_error(_note_memory)()
     while _clearing:
         delattr(_Group, _clearing.pop())
     for (owner, name), attribute in _ATTRIBUTES.items():
@@ -144,12 +145,12 @@ def _clears_before(method: Callable[..., Any], least: int) -> Callable[..., Any]
     def call(self: _Group, *args: Any, **kwargs: Any) -> Any:
         known = free_bytes()
         if known is not None and known[0] < least:
-            c10d.devices.synchronize()
+            devices.synchronize()
             gc.collect()
-            c10d.devices.empty_cache()
+            devices.empty_cache()
         return method(self, *args, **kwargs)
 
-    c10d.skip_in_compiled_code([call])
+    inspection.skip_in_compiled_code([call])
     return call
 
 
@@ -175,7 +176,7 @@ def register_default_process_group(timeout: timedelta | float) -> None:
     if not reload_world():
         _registered[os.getpid()] = timeout
         return
-    world = managed(c10d.world())
+    world = managed(tables.world())
     if world is not None:
         world.set_timeout(timeout, kept=False)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import backends, nccl, tables
 from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
@@ -51,9 +51,9 @@ def abort(
             group.detach(state, reason)
         elif state is GroupState.FAILED:
             group.fail(reason)
-        if whole and (backends := group.kept) is not None:
-            job.doomed.setdefault(group, (repr(group), []))[1].append(backends)
-            del backends
+        if whole and (kept := group.kept) is not None:
+            job.doomed.setdefault(group, (repr(group), []))[1].append(kept)
+            del kept
             group.release_kept()
     started = []
     # All groups are detached by now: a collective that another thread starts on one of them raises,
@@ -77,7 +77,7 @@ def _abort(parts: list[Any]) -> None:
     # the last references are dropped in this thread, not in the caller's.
     with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
         while parts:
-            monitored = c10d.monitored_backends(parts[-1])
+            monitored = backends.monitored_backends(parts[-1])
             abort_communicator(parts[-1])
             parts.pop()
             let_go(monitored, aborted=True)
@@ -93,11 +93,11 @@ def abort_communicator(part: Any) -> None:
     that another thread has just freed (torch 2.15.0 over NVIDIA's host code of NCCL 2.30.7).
     """
     lock = _aborting.setdefault(part, threading.Lock())
-    with lock, suppress(RuntimeError), c10d.group_call():
+    with lock, suppress(RuntimeError), nccl.group_call():
         part.abort()
 
 
-def let_go(backends: list[Any], *, aborted: bool) -> None:
+def let_go(released: list[Any], *, aborted: bool) -> None:
     """Drop the references to backends that were shut down or aborted. Local, non-blocking.
 
     Their destructors wait for a thread of torch that may have missed the signal to end
@@ -107,22 +107,22 @@ def let_go(backends: list[Any], *, aborted: bool) -> None:
 
     def drop() -> None:
         if aborted:
-            c10d.await_monitors(*backends)
-            for backend in backends:
+            backends.await_monitors(*released)
+            for backend in released:
                 with suppress(RuntimeError):
                     backend.abort()
                 del backend
-        backends.clear()
+        released.clear()
 
-    if backends:
+    if released:
         with suppress(ReloadpgError):  # no thread can be started: the caller drops them
             Task(drop, "drop")
 
 
 def discard(inner: ProcessGroup) -> None:
     """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
-    c10d.discard_generation(inner)
-    monitored = c10d.monitored_backends(inner)
+    tables.discard_generation(inner)
+    monitored = backends.monitored_backends(inner)
     with suppress(RuntimeError):
         inner.abort()
     let_go(monitored, aborted=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import tables
 from ..errors import InvalidOptionError
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
@@ -156,7 +156,7 @@ def on_generation(
             callable; nothing was registered.
     """
     where = "on_generation"
-    group = c10d.world() if group is None else group
+    group = tables.world() if group is None else group
     if not isinstance(group, ProcessGroup):
         raise InvalidOptionError(
             f"{where}({group!r}): not a process group; nothing was registered. Pass a group, or "

@@ -14,17 +14,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch.distributed import ProcessGroup
 
-from ..c10d import (
+from ..c10d import devices
+from ..c10d.backends import (
     backend_for,
     connects_eagerly,
     connects_in_first_use,
     connects_without_timeout,
-    devices,
     is_connected,
-    labels_of,
     live_backends,
     raise_for_aborted,
 )
+from ..c10d.tables import labels_of
 from ..errors import InvalidOptionError, RebuildError
 from ..groups.managed import ManagedGroup
 from ..texts import counted

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from torch.distributed import Store
 
-from .. import c10d
+from ..c10d import flight_recorder, stores, tables
 from ..errors import ReloadpgError
 from ..groups.proxy import managed
 from ..groups.registry import registry
@@ -48,22 +48,22 @@ class DumpWatch(LibraryThread):
 
     def run(self) -> None:
         with suppress(RuntimeError):  # the store has ended, and the job with it
-            self._watch(c10d.clone_store(c10d.unprefixed(self._root())))
+            self._watch(stores.clone_store(stores.unprefixed(self._root())))
 
     def _watch(self, store: Store) -> None:
         seen = True  # a signal counts once it was seen to be absent
-        while not self._ended.wait(c10d.dump_interval()):
-            if not store.check([c10d.DUMP_SIGNAL]):
+        while not self._ended.wait(flight_recorder.dump_interval()):
+            if not store.check([flight_recorder.DUMP_SIGNAL]):
                 seen = self._clears = False
             elif not seen:
                 seen = True
                 self._write()
             elif self._clears and self._rank == 0:
-                store.delete_key(c10d.DUMP_SIGNAL)
+                store.delete_key(flight_recorder.DUMP_SIGNAL)
 
     def _write(self) -> None:
         try:
-            path = c10d.write_dump(self._rank)
+            path = flight_recorder.write_dump(self._rank)
         except OSError as error:
             logger.error("the flight recorder's dump of rank %d failed: %s", self._rank, error)
         else:
@@ -86,9 +86,9 @@ def watch(running: DumpWatch | None, root: Callable[[], Store], rank: int) -> Du
     if running is not None:
         running.expect_next()
         return running
-    plain = [group for group in c10d.known_groups() if managed(group) is None]
+    plain = [group for group in tables.known_groups() if managed(group) is None]
     inner = [group.communicator for group in registry.managed()]
-    if not c10d.lacks_dumps([*plain, *(group for group in inner if group is not None)]):
+    if not flight_recorder.lacks_dumps([*plain, *(group for group in inner if group is not None)]):
         return None
     started = DumpWatch(root, rank)
     with suppress(ReloadpgError):  # no thread can be started

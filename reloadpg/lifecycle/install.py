@@ -12,7 +12,8 @@ from importlib import import_module
 
 import torch
 
-from .. import _TESTED_TORCH, c10d
+from .. import _TESTED_TORCH
+from ..c10d import nccl, needs, tables
 from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.borrowed import POLICIES
 from ..groups.managed import ManagedGroup
@@ -170,7 +171,7 @@ def _options(
     borrowed: str = "refuse",
 ) -> Options:
     """Return the given options, completed by those of the environment."""
-    c10d.refuse_missing("install", nothing="installed")  # they name torch's backends
+    needs.refuse_missing("install", nothing="installed")  # they name torch's backends
     read = {"strategy": "recreate", "timeout": timedelta(minutes=5), **install_options(environ)}
     selection = Selection.of(
         read.get("backends") if backends is None else backends,
@@ -234,7 +235,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
                 "changed. Call reloadpg.uninstall() first, or install once with the options that "
                 "the whole program needs."
             )
-        if obstacle := c10d.torchcomms_obstacle():
+        if obstacle := nccl.torchcomms_obstacle():
             raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
         variables = _recovery_variables(options) if options.recoverable else {}
         patches = Patches.apply()
@@ -331,15 +332,15 @@ def is_installed() -> bool:
 
 def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
     """The variables to set, each with its earlier value."""
-    missing, obstacles = c10d.recovery_settings(os.environ, options.timeout.total_seconds())
-    if obstacles and c10d.nccl_is_concerned(options.selection.backends):
+    missing, obstacles = nccl.recovery_settings(os.environ, options.timeout.total_seconds())
+    if obstacles and nccl.nccl_is_concerned(options.selection.backends):
         raise InvalidOptionError(
             f"install(recoverable=True): {'; '.join(obstacles)}. Nothing was installed."
         )
     created = [
-        c10d.name_of(group)
-        for group in c10d.known_groups()
-        if "nccl" in c10d.device_backends(group).values()
+        tables.name_of(group)
+        for group in tables.known_groups()
+        if "nccl" in tables.device_backends(group).values()
     ]
     if missing and created:
         names = ", ".join(sorted(missing))
@@ -385,7 +386,7 @@ def _warn_of_unmanaged() -> None:
     if unmanaged:
         warn(
             f"created before reloadpg.install(): {counted(len(unmanaged), 'process group')} "
-            f"({c10d.labels_of(unmanaged)}), which will keep communicators while others are "
+            f"({tables.labels_of(unmanaged)}), which will keep communicators while others are "
             "offloaded. Install before creating groups."
         )
         for text in not_reloadable():  # the report of an offload has it, and the log need not

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import Offloaded
@@ -112,7 +112,7 @@ class Job:
     def watch_dumps(self) -> None:
         """Write the flight recorder's dump at a timeout, if torch no longer does. Local."""
         if not self.rendezvous.alone:
-            root = c10d.root_store_of_job(self.world)
+            root = stores.root_store_of_job(self.world)
             self.dumps = watch(self.dumps, root, self.rendezvous.rank)
 
     def await_connections(self) -> None:
@@ -143,7 +143,7 @@ class Jobs(JobHooks):
 
         Also None if the library is off: every operation is then one without a job.
         """
-        world = c10d.world()
+        world = tables.world()
         if world is None or registry.off:
             self._job = None
             return None
@@ -159,8 +159,8 @@ class Jobs(JobHooks):
                 # otherwise the next job would find the keys of this one.
                 job = Job(weakref.ref(world, self._forget), Rendezvous.of_world(world))
                 job.rendezvous.connect_ahead()
-                if c10d.has_peers():
-                    job.creation_stores = StorePool(c10d.root_store_of_job(world))
+                if tables.has_peers():
+                    job.creation_stores = StorePool(stores.root_store_of_job(world))
                 if (group := managed(world)) is not None:
                     group.before_end = job.end
                 self._job = job
@@ -182,7 +182,7 @@ class Jobs(JobHooks):
     def known(self) -> Job | None:
         """The job of the current default group, if it is registered. Local, cheap."""
         job = self._job
-        return job if job is not None and job.of() is c10d.world() else None
+        return job if job is not None and job.of() is tables.world() else None
 
     # -- hooks of the creation of groups ----------------------------------------------------
 

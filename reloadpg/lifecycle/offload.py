@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, overload
 
-from .. import c10d
-from ..c10d import devices, release_cautions
+from ..c10d import backends as c10d_backends
+from ..c10d import devices, nccl
+from ..c10d.nccl import release_cautions
 from ..groups.managed import ManagedGroup
 from ..groups.sets import Chosen
 from ..reports import Report
@@ -113,7 +114,7 @@ def release(op: Operation, job: Job, collect: bool = False) -> None:
         op.record.measure("suspended")
         op.record.warnings += verify(suspended, job, held, memory.in_use())
     releases = Releases(job)
-    c10d.await_monitors(*(group.communicator for group in recreated))
+    c10d_backends.await_monitors(*(group.communicator for group in recreated))
     op.each("released", recreated, releases.release)
     if collect:
         with op.record.timed("collect"):
@@ -175,9 +176,9 @@ def _quiesce(op: Operation, phase: str) -> None:
     op.await_saves(phase)
     with op.record.timed("device"):
         op.do(phase, synchronize, "synchronizing the accelerator")
-        c10d.raise_for_aborted()  # the release of the communicators would hide it
+        c10d_backends.raise_for_aborted()  # the release of the communicators would hide it
 
 
 def _devices_of(group: ManagedGroup) -> tuple[int, ...]:
     backends = released_backends(group.communicator, group.construction)
-    return tuple({index for backend in backends for index in c10d.devices_of(backend)})
+    return tuple({index for backend in backends for index in nccl.devices_of(backend)})

@@ -20,7 +20,8 @@ from itertools import groupby
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import devices, nccl
+from ..c10d import saves as c10d_saves
 from ..errors import (
     NotInstalledError,
     RebuildError,
@@ -144,7 +145,7 @@ class Operation:
         job = jobs.current(self.name)
         if job is not None:
             self.world = job.world
-            if text := c10d.devices.difference():
+            if text := devices.difference():
                 self.record.warnings.append(text)
             self._choose(job)
         self.job = job  # last: an interrupt before this line has changed nothing
@@ -393,7 +394,7 @@ class Operation:
     def _saves(self) -> dict[futures.Future[object], ProcessGroup]:
         """The asynchronous saves on groups whose backend of the CPU will be released. Local."""
         groups = self.groups if self.name == "offload" and self.job is not None else []
-        return c10d.saves_on(
+        return c10d_saves.saves_on(
             [g.proxy for g in groups if g.is_live and "cpu" in g.construction.selected]
         )
 
@@ -498,7 +499,7 @@ class Operation:
             together = list(part)
             alone = order == HANDED_OVER[0] or (
                 self.options.parallelism is None
-                and any(c10d.needs_one_thread(g.construction.released.values()) for g in together)
+                and any(nccl.needs_one_thread(g.construction.released.values()) for g in together)
             )
             threads = 1 if alone else min(most, len(together))
             work = partial(self._work, deque(together), action, self._took)

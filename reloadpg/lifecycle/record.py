@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import tables
 from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.registry import Options, registry
@@ -184,4 +184,4 @@ def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
     by_reason: dict[str, list[ProcessGroup]] = {}
     for group, reason in groups:
         by_reason.setdefault(reason, []).append(group)
-    return [f"group {c10d.labels_of(those)}: {reason}" for reason, those in by_reason.items()]
+    return [f"group {tables.labels_of(those)}: {reason}" for reason, those in by_reason.items()]

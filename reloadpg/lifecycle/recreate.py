@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from .. import c10d
+from ..c10d import backends, nccl, stores, tables
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.proxy import ReloadableProcessGroup
@@ -56,14 +56,14 @@ class Releases:
                 return
             inner = group.communicator
             parts = parts_of(inner, group.construction)
-            monitored = c10d.monitored_backends(inner)
-            locks = c10d.shares_lock(released_backends(inner, group.construction))
+            monitored = backends.monitored_backends(inner)
+            locks = nccl.shares_lock(released_backends(inner, group.construction))
             self.job.doomed[group] = repr(group), parts
             # Detached first: a collective of another thread must find the placeholder, and not a
             # communicator that is being destroyed.
             group.detach()
         if group.has_hooks:
-            c10d.await_hooks(inner)
+            backends.await_hooks(inner)
         if group.construction.destroy is not None:
             group.construction.destroy(inner)
         else:
@@ -99,7 +99,7 @@ def _end(parts: Iterable[Any], shares_lock: bool) -> None:
         if not shares_lock:
             part.shutdown()
             continue
-        with c10d.group_call() as grouped:
+        with nccl.group_call() as grouped:
             if not grouped:  # a destroy would wait for peers in a lock that other threads need
                 part.abort()
             part.shutdown()
@@ -170,14 +170,14 @@ class Rebuilds:
             device = None  # torch binds a split to the default group's device
         # A user's function may give its group the old name. Torch must not count a new generation:
         # groups that other threads create here would get other names than on the other ranks.
-        freed = c10d.name_freed(group.proxy) if construction.is_handed_over else nullcontext()
-        with c10d.Unseen(), freed:
+        freed = tables.name_freed(group.proxy) if construction.is_handed_over else nullcontext()
+        with tables.Unseen(), freed:
             # A recovery also aborts the backends that stay alive in an offload.
             inner = construction.replay(self._name(group), store, device, whole=group.kept is None)
         if construction.is_handed_over and (
             not isinstance(inner, ProcessGroup)
             or isinstance(inner, ReloadableProcessGroup)
-            or c10d.is_known(inner)
+            or tables.is_known(inner)
         ):
             raise TypeError(
                 f"the rebuild function given to register_group() returned {inner!r}; it must "
@@ -200,9 +200,11 @@ class Rebuilds:
 
     def _store(self, index: int, construction: Construction) -> Store:
         """The store that a worker thread uses to create a group. Blocking until connected."""
-        store = c10d.root_store(self._world) if self._stores is None else self._stores.get(index)
+        store = stores.root_store(self._world) if self._stores is None else self._stores.get(index)
         return (
-            store if construction.is_world else PrefixStore(f"{c10d.name_of(self._world)}/", store)
+            store
+            if construction.is_world
+            else PrefixStore(f"{tables.name_of(self._world)}/", store)
         )
 
     def _name(self, group: ManagedGroup) -> str:
@@ -272,13 +274,13 @@ def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:
     """
     names, group.names_in_store = group.names_in_store, []
     construction = group.construction
-    backends = construction.devices if group.kept is None else construction.released
+    devices = construction.devices if group.kept is None else construction.released
     if len(set(construction.devices.values())) == 1:
         # torch creates one backend, for the first device
-        backends = dict(list(backends.items())[:1])
-    under = "" if construction.is_world else f"{c10d.name_of(world)}//"
+        devices = dict(list(devices.items())[:1])
+    under = "" if construction.is_world else f"{tables.name_of(world)}//"
     return [
         under + key
         for name in names
-        for key in c10d.rendezvous_keys(name, backends, construction.rank, len(construction.ranks))
+        for key in stores.rendezvous_keys(name, devices, construction.rank, len(construction.ranks))
     ]

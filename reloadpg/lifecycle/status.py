@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .. import c10d
+from ..c10d import tables
 from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
@@ -46,7 +46,7 @@ def status() -> Status:
     since another thread may be releasing the communicators.
     """
     options = registry.options
-    world = c10d.world()
+    world = tables.world()
     groups = registry.managed()
     shown = tuple(_group_status(group) for group in groups)
     job = jobs.known
@@ -66,14 +66,14 @@ def status() -> Status:
         memory=memory.in_use(),
         foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
         last_error=job.last_error if job else "",
-        unmanaged={c10d.name_of(group): reason for group, reason in registry.unmanaged()},
+        unmanaged={tables.name_of(group): reason for group, reason in registry.unmanaged()},
         unfinished=tuple(str(entry) for entry in unfinished if not entry.task.ended),
         bypassed_groups=tuple(
             BypassedGroup(
-                c10d.name_of(group),
-                c10d.desc_of(group),
-                c10d.ranks_of(group),
-                c10d.backend_of(group),
+                tables.name_of(group),
+                tables.desc_of(group),
+                tables.ranks_of(group),
+                tables.backend_of(group),
                 bypass.reason,
             )
             for group, bypass in bypassed

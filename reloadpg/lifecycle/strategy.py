@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .. import c10d
+from ..c10d import nccl
 from ..errors import BorrowedError
 from ..groups.borrowed import borrowed
 from ..groups.loans import is_part
@@ -37,7 +37,7 @@ def obstacle_of(groups: Sequence[ManagedGroup], job: Job) -> str:
         return job.suspend_obstacle
     for group in groups:
         backends = released_backends(group.communicator, group.construction)
-        obstacles = [c10d.suspend_obstacle(backend) for backend in backends]
+        obstacles = [nccl.suspend_obstacle(backend) for backend in backends]
         for text in obstacles or ["it has no backend object"]:
             if text:
                 return f"{group!r}: {text}"

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from .. import c10d
+from ..c10d import backends as c10d_backends
+from ..c10d import devices, nccl
 from ..errors import InsufficientMemoryError
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
@@ -25,7 +26,7 @@ from . import memory
 
 def released_backends(inner: ProcessGroup, construction: Construction) -> list[Any]:
     """List the backend objects of a group that are released, each once."""
-    backends = c10d.live_backends(inner, construction.selected)
+    backends = c10d_backends.live_backends(inner, construction.selected)
     return list({id(backend): backend for backend in backends.values()}.values())
 
 
@@ -36,9 +37,9 @@ def suspend(group: ManagedGroup, attempt: Attempt, index: int) -> None:
             return
         inner = group.suspend()
     if group.history.strategy == "suspend":
-        with c10d.devices.current(c10d.devices.index_for(group.proxy)):
+        with devices.current(devices.index_for(group.proxy)):
             for backend in released_backends(inner, group.construction):
-                c10d.suspend_backend(backend)
+                nccl.suspend_backend(backend)
 
 
 def resume(group: ManagedGroup, attempt: Attempt, index: int) -> None:
@@ -46,9 +47,9 @@ def resume(group: ManagedGroup, attempt: Attempt, index: int) -> None:
     if attempt.abandoned:
         return
     if group.history.strategy == "suspend":
-        with c10d.devices.current(c10d.devices.index_for(group.proxy)):
+        with devices.current(devices.index_for(group.proxy)):
             for backend in released_backends(group.communicator, group.construction):
-                c10d.resume_backend(backend)
+                nccl.resume_backend(backend)
     with attempt as wanted:
         if wanted:
             group.resume()

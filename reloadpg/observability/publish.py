@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import reloadpg
-from reloadpg import c10d, on_report
+from reloadpg import on_report
+from reloadpg.c10d import inspection, tables
 from reloadpg.extend import (
     LibraryThread,
     between_operations,
@@ -116,7 +117,7 @@ class StatusRecord:
         A forked child ignores the inherited group and environment. It has a rank only from a group
         that it has created itself.
         """
-        world = c10d.world()
+        world = tables.world()
         if self._forked and (world is None or is_inherited(world)):
             return None
         return current_rank() if world is None else world.rank()
@@ -167,7 +168,10 @@ class StatusRecord:
                 self._begun, self._begun_at = begun, time.time()
         found: dict[str, Any] = {"begun": self._begun, "since": self._begun_at}
         if time.time() - self._begun_at >= _STILL_S:
-            found |= {"stack": _main_stack(), "unfinished": c10d.unfinished_collectives(_MOST)}
+            found |= {
+                "stack": _main_stack(),
+                "unfinished": inspection.unfinished_collectives(_MOST),
+            }
         return found
 
     def _begin(self) -> None:
@@ -189,7 +193,7 @@ class StatusRecord:
 
     def _update(self) -> None:
         """Read the status if groups were created or destroyed, or an operation has ended."""
-        seen = reloadpg.is_installed(), id(c10d.world()), len(c10d.known_groups())
+        seen = reloadpg.is_installed(), id(tables.world()), len(tables.known_groups())
         if seen == self._seen:
             return
         status = reloadpg.status().details()

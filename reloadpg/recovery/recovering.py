@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import c10d
-from ..c10d import devices
+from ..c10d import backends, devices, tables
 from ..errors import PeerFailedError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
@@ -121,7 +120,7 @@ def recovery_requested() -> bool:
         return False
     if any(group.state is GroupState.FAILED for group in registry.managed()):
         return True
-    if c10d.aborted_groups():
+    if backends.aborted_groups():
         return True
     return not jobs.busy and job.rendezvous.recovery_requested(_ASK_S)
 
@@ -232,7 +231,7 @@ def collectives_begun(groups: Sequence[ManagedGroup]) -> dict[str, int]:
         with suppress(RuntimeError):  # not every backend counts
             if group.is_live:
                 key = f"{group.name}/{group.construction.ranks[0]}/{group.generation}"
-                counts[key] = c10d.sequence_number(group.proxy)
+                counts[key] = backends.sequence_number(group.proxy)
     return counts
 
 
@@ -266,7 +265,7 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
 def _close_coalescing(op: Operation) -> None:
     """End what the error has left open in the caller's thread."""
     for group in op.groups:
-        c10d.close_coalescing(group.proxy)
+        tables.close_coalescing(group.proxy)
 
 
 def _agree(op: Operation, job: Job) -> None:

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from .. import c10d
+from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..settings import GRACE
 from ..texts import named_ranks
@@ -119,7 +119,7 @@ class Rendezvous:
     @classmethod
     def of_world(cls, world: ProcessGroup) -> Rendezvous:
         """Return that of the job with the default group ``world``. Local."""
-        root = c10d.root_store_of_job(world) if c10d.has_peers() else None
+        root = stores.root_store_of_job(world) if tables.has_peers() else None
         return cls(root, world.rank(), world.size(), watches=True)
 
     @property
@@ -170,7 +170,7 @@ class Rendezvous:
         if self._root is None:
             return False
         try:
-            return c10d.is_store_host(self._root(), self.rank)
+            return stores.is_store_host(self._root(), self.rank)
         except RuntimeError:
             return False  # the job has ended
 

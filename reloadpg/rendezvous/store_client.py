@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch.distributed import HashStore, Store
 
-from .. import c10d
+from ..c10d import stores
 from ..errors import ReloadpgError
 from .worker_thread import LibraryThread, Task, Wait
 
@@ -121,7 +121,7 @@ class _Connection(LibraryThread):
     def interrupt(self) -> None:
         """Make the current request return, since the process ends. Local, non-blocking."""
         if (store := self._store) is not None:
-            c10d.shut_store_connections(store)
+            stores.shut_store_connections(store)
 
 
 class StoreClient:
@@ -146,7 +146,7 @@ class StoreClient:
         """
         if self._root is not None and (self._connection is None or not self._connection.is_alive()):
             root = self._root
-            self._connection = _Connection(lambda: c10d.clone_store(root()))
+            self._connection = _Connection(lambda: stores.clone_store(root()))
 
     def wake(self) -> None:
         """Let the current request call ``stopped`` now. Local, from any thread."""
@@ -286,7 +286,7 @@ class StorePool:
     def _connect(self, index: int) -> Task[Store]:
         with self._lock:
             if index not in self._connections:
-                connect = Task(lambda: c10d.clone_store(self._root()), "connect")
+                connect = Task(lambda: stores.clone_store(self._root()), "connect")
                 self._connections[index] = connect
             return self._connections[index]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import DistBackendError, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-from reloadpg import c10d
+from reloadpg.c10d import backends, stores, tables
 from reloadpg.groups import dispatch
 from reloadpg.rendezvous.worker_thread import LibraryThread
 
@@ -43,7 +43,7 @@ class Communicator:
         self._store = store
         self._settings = settings
         self._accelerator = accelerator
-        self._early = c10d.gloo_options(info.timeout)
+        self._early = backends.gloo_options(info.timeout)
         self._gloo: Any = None
         self._group: ProcessGroup | None = None
         self._connecting = threading.Lock()
@@ -99,14 +99,14 @@ class Communicator:
         self.check_alive(operation)
         info = self.info
         self._accelerator.check("connect", operation, info)
-        options = c10d.gloo_options(c10d.timeout_of(self._early), _device(lazy=not eager))
+        options = backends.gloo_options(backends.timeout_of(self._early), _device(lazy=not eager))
         # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
-        store = c10d.clone_store(self._store)
+        store = stores.clone_store(self._store)
         rank, size = info.rank, info.size
         gloo = ProcessGroupGloo(store, rank, size, options)
-        backends = dict.fromkeys(DEVICES, ("gloo", gloo))
-        group = c10d.group_of_backends(rank, size, self._store, backends)
-        c10d.set_name(group, info.name)
+        given = dict.fromkeys(DEVICES, ("gloo", gloo))
+        group = backends.group_of_backends(rank, size, self._store, given)
+        backends.set_name(group, info.name)
         with self._changing:
             self.check_alive(operation)  # it may have been aborted while this thread waited
             self._accelerator.connect(info, self._settings.bytes_per_communicator)
@@ -132,18 +132,18 @@ class Communicator:
         return self._early if self._gloo is None else self._gloo.options
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._early = c10d.gloo_options(timeout)
+        self._early = backends.gloo_options(timeout)
         if self._gloo is not None:
-            c10d.set_timeout(self._gloo, timeout)
+            backends.set_timeout(self._gloo, timeout)
 
     set_timeout = _set_default_timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0 if self._gloo is None else c10d.sequence_number(self._gloo)
+        return 0 if self._gloo is None else backends.sequence_number(self._gloo)
 
     def get_error(self) -> Any:
         """Return that no watchdog has found an error. Local; connects nothing."""
-        return c10d.NO_ERROR
+        return backends.NO_ERROR
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes that it holds, by NCCL's name. Local. Raises if the communicator was never used."""
@@ -271,7 +271,7 @@ class SimulatedProcessGroup(ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         # None while torch still sets the group up: torch 2.15 attaches its flight recorder to a
         # group that has devices, and fails ("Could not find the default backend type 0").
-        self._listed = self._listed or c10d.is_known(self)
+        self._listed = self._listed or tables.is_known(self)
         return [torch.device(device) for device in DEVICES] if self._listed else []
 
     use_pg_for_symm_mem_rendezvous = False

@@ -549,17 +549,17 @@ def _existing(also: Iterable[str] = ()) -> dict[tuple[str, object], str]:
 
     ``also`` are further names to look up in the C++ registry, which cannot be listed.
     """
-    from .. import c10d
+    from ..c10d import inspection, tables
     from ..groups.proxy import ReloadableProcessGroup
 
     gc.collect()
-    groups = {c10d.name_of(group): _text(group) for group in c10d.known_groups()}
+    groups = {tables.name_of(group): _text(group) for group in tables.known_groups()}
     proxies = {
         one.group_name
         for one in gc.get_objects()
         if type(one) is ReloadableProcessGroup and one.state.value != "destroyed"
     }
-    registered = c10d.registered({*groups, *proxies, *also, *map(str, range(_NUMBERS))})
+    registered = inspection.registered({*groups, *proxies, *also, *map(str, range(_NUMBERS))})
     found: dict[tuple[str, object], str] = {}
     for name, text in groups.items():
         found["table", name] = f"group {name!r} ({text}) is still in c10d's tables"
@@ -582,9 +582,9 @@ def _assert_no_group_leaks(test: str, *, destroys: bool) -> Iterator[None]:
         test: the id of the test.
         destroys: whether to destroy what was left, since other tests run in this process.
     """
-    from .. import c10d
+    from ..c10d import inspection
 
-    before, sizes = _existing(), c10d.table_sizes()
+    before, sizes = _existing(), inspection.table_sizes()
     yield
     known = {str(name) for place, name in before if place == "table"}
     now = _existing(also=known)
@@ -592,7 +592,7 @@ def _assert_no_group_leaks(test: str, *, destroys: bool) -> Iterator[None]:
     left = [text for key, text in now.items() if key not in before and key[1] not in known]
     left += [
         f"c10d's table {table} has {size} entries, {sizes.get(table, 0)} before"
-        for table, size in c10d.table_sizes().items()
+        for table, size in inspection.table_sizes().items()
         if size > sizes.get(table, 0)
     ]
     if left:
@@ -608,14 +608,14 @@ def _destroy_all_but(names: Collection[str]) -> str:
     """Destroy the groups with other names, for the tests that follow; say what failed."""
     import torch.distributed as dist
 
-    from .. import c10d
+    from ..c10d import tables
 
     failures = []
-    world = c10d.world()
-    left = [group for group in c10d.known_groups() if c10d.name_of(group) not in names]
+    world = tables.world()
+    left = [group for group in tables.known_groups() if tables.name_of(group) not in names]
     # The default group comes last: its end destroys all others.
     for group in sorted(left, key=lambda group: group is world):
-        name = c10d.name_of(group)
+        name = tables.name_of(group)
         try:
             dist.destroy_process_group(group)
         except Exception as error:
@@ -636,16 +636,16 @@ def _communicators() -> dict[int, str]:
 
 
 def _text(group: Any) -> str:
-    from .. import c10d
+    from ..c10d import tables
     from ..groups.proxy import ReloadableProcessGroup
 
     kind = "reloadable, " if isinstance(group, ReloadableProcessGroup) else ""
-    desc = c10d.desc_of(group)
+    desc = tables.desc_of(group)
     if desc not in ("", "undefined"):
         kind = f"{desc!r}, {kind}"
-    ranks = c10d.ranks_of(group)
+    ranks = tables.ranks_of(group)
     members = list(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
-    return f"{kind}{c10d.backend_of(group)}, ranks {members}"
+    return f"{kind}{tables.backend_of(group)}, ranks {members}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -693,7 +693,7 @@ class _Phases:
         import torch.distributed as dist
         import wrapt
 
-        from .. import c10d
+        from ..c10d import creation
 
         for name in (*functions, "init_process_group"):
             original = getattr(dist, name, None)
@@ -701,7 +701,7 @@ class _Phases:
                 continue
             around = self._initialize if name == "init_process_group" else self._call
             wrapper = wrapt.FunctionWrapper(original, around)
-            for module in c10d.creator_modules():
+            for module in creation.creator_modules():
                 if vars(module).get(name) is original:
                     setattr(module, name, wrapper)
 
@@ -739,11 +739,12 @@ class _Phases:
         import torch.distributed as dist
 
         import reloadpg
-        from reloadpg import c10d
+
+        from ..c10d import tables
 
         if reloadpg.is_installed():
             return wrapped(*args, **kwargs)
-        backends = c10d.known_backends() - _UNUSABLE
+        backends = tables.known_backends() - _UNUSABLE
         reloadpg.install(timeout=self._timeout, backends=backends)
         return dist.init_process_group(*args, **kwargs)  # calls the installed wrapper
 
@@ -770,12 +771,12 @@ class _Phases:
     def _begins(self, group: Any) -> bool:
         import torch.distributed as dist
 
-        from .. import c10d
+        from ..c10d import inspection, tables
 
         if self._pending or not dist.is_initialized():
             return False
-        world = c10d.world()
-        if c10d.is_coalescing(world if group is None else group):
+        world = tables.world()
+        if inspection.is_coalescing(world if group is None else group):
             return False
         if group is None or group is world:
             return True

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg import c10d
-from reloadpg.c10d import needs
+from reloadpg.c10d import inspection, nccl, needs
 from reloadpg.c10d.needs import Need
 from reloadpg.errors import UnsupportedTorchError
 
@@ -138,9 +137,9 @@ def test_install_refuses_a_function_with_other_parameters() -> None:
 @pytest.mark.parametrize(
     ("capability", "ask"),
     [
-        ("suspend", lambda: c10d.suspend_obstacle(object())),  # type: ignore[arg-type]
-        ("tests", lambda: c10d.registered([])),
-        ("slime", lambda: c10d.on_collective_error(print)),
+        ("suspend", lambda: nccl.suspend_obstacle(object())),  # type: ignore[arg-type]
+        ("tests", lambda: inspection.registered([])),
+        ("slime", lambda: inspection.on_collective_error(print)),
     ],
 )
 def test_a_missing_name_of_a_capability_is_an_error_where_it_is_requested(

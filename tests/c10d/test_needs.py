@@ -14,8 +14,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 import reloadpg
-from reloadpg import c10d
-from reloadpg.c10d import needs
+from reloadpg.c10d import creation, needs
 
 HOME = Path(reloadpg.__file__).parent
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
@@ -170,5 +169,5 @@ def test_the_installed_torch_meets_all_needs() -> None:
 @pytest.mark.matrix
 def test_the_check_sees_torch_s_functions_while_a_group_is_being_created() -> None:
     """An abandoned creation leaves this library's hooks in place, and ``install`` may be called."""
-    with c10d.CreationByMembers("a name"):
+    with creation.CreationByMembers("a name"):
         assert needs.missing() == []

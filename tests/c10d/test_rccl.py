@@ -15,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
-from reloadpg import c10d
+from reloadpg.c10d import nccl
 
 SOURCE = r"""
 #include <stdint.h>
@@ -79,13 +79,13 @@ def test_a_suspend_calls_rccl_where_it_has_the_functions(tmp_path: Path) -> None
     library = load(tmp_path, "-DSUSPENDS")
     group: Any = ProcessGroupNCCL(0x5000)
     other: Any = ProcessGroupNCCL(0x6000)
-    assert c10d.suspend_obstacle(group) == ""
+    assert nccl.suspend_obstacle(group) == ""
     for _ in range(2):
-        c10d.suspend_backend(group)
-        c10d.resume_backend(group)
+        nccl.suspend_backend(group)
+        nccl.resume_backend(group)
     assert [library.calls(which) for which in range(2)] == [2, 2]
     with pytest.raises(RuntimeError, match="ncclCommSuspend: invalid usage"):
-        c10d.suspend_backend(other)
+        nccl.suspend_backend(other)
 
 
 @pytest.mark.ranks(1)
@@ -93,7 +93,7 @@ def test_an_rccl_without_the_functions_is_an_obstacle(tmp_path: Path) -> None:
     """The groups are recreated then, and the report has this reason."""
     load(tmp_path)
     group: Any = ProcessGroupNCCL(0x5000)
-    assert "NCCL 2.28.7 cannot suspend" in c10d.suspend_obstacle(group)
+    assert "NCCL 2.28.7 cannot suspend" in nccl.suspend_obstacle(group)
 
 
 @pytest.mark.ranks(1)
@@ -106,4 +106,4 @@ def test_an_engine_that_does_not_give_its_communicator_is_an_obstacle(tmp_path: 
         name = ProcessGroupNCCL.name
 
     backend: Any = ProcessGroupNCCL2()
-    assert "the communicators of ProcessGroupNCCL2" in c10d.suspend_obstacle(backend)
+    assert "the communicators of ProcessGroupNCCL2" in nccl.suspend_obstacle(backend)

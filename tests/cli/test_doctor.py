@@ -250,7 +250,7 @@ def test_a_wrapper_over_an_own_wrapper_is_found(monkeypatch):
 )
 def test_suspend_support(monkeypatch, version, level, words):
     """It needs torch's method and NCCL 2.29.7. Its allocator is one of NCCL's settings."""
-    monkeypatch.setattr("reloadpg.c10d.nccl_version", lambda: version)
+    monkeypatch.setattr("reloadpg.c10d.nccl.nccl_version", lambda: version)
     (finding,) = doctor.check_suspend()
     assert finding.level == level
     assert words in finding.message

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg import c10d
+from reloadpg.c10d import backends, creation, tables
 from reloadpg.groups.creation import (
     WORLD_ORDER,
     Call,
@@ -71,8 +71,8 @@ def test_the_options_of_a_group_are_those_of_its_first_backend_other_than_gloo()
     group = SimpleNamespace(
         _get_backend=lambda device: SimpleNamespace(options=options[device.type])
     )
-    assert c10d.options_of(group, ["cpu", "meta", "cuda", "xpu"]) is expected
-    assert c10d.options_of(group, ["cpu", "meta"]) is None
+    assert backends.options_of(group, ["cpu", "meta", "cuda", "xpu"]) is expected
+    assert backends.options_of(group, ["cpu", "meta"]) is None
 
 
 def test_verbatim_blocks_nest():
@@ -113,7 +113,7 @@ def test_a_split_is_replayed_as_a_new_group(options):
     again = by_members((2, 0), None, "nccl", "", options)
     assert again.kwargs["ranks"] == [2, 0]
     assert again.kwargs["pg_options"] is options
-    c10d.forget_parent(options)
+    creation.forget_parent(options)
     assert getattr(options, "split_from", None) is None
 
 
@@ -230,7 +230,7 @@ def _cost_of_creations(rank, world_size):
         by_hand, _ = dist.distributed_c10d._new_process_group_helper(
             *(2, 1, [0, 9_999], "fake", FakeStore(), "by hand"), timeout=timedelta(seconds=60)
         )
-        facts["by hand"] = c10d.entry_of(by_hand)[:2]
+        facts["by hand"] = tables.entry_of(by_hand)[:2]
         dist.destroy_process_group()
     return facts
 
@@ -294,7 +294,7 @@ def test_another_librarys_patch_made_during_a_creation_is_kept():
     original, calls = getattr(module, name), []
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, module, name, original)
-        with c10d.CreationByMembers("first"):
+        with creation.CreationByMembers("first"):
             ours = getattr(module, name)
 
             def wrapper(*args, **kwargs):
@@ -303,10 +303,10 @@ def test_another_librarys_patch_made_during_a_creation_is_kept():
 
             setattr(module, name, wrapper)
         assert getattr(module, name) is wrapper
-        with c10d.CreationByMembers("second"):
+        with creation.CreationByMembers("second"):
             assert getattr(module, name)([0], False) == "second"
         assert getattr(module, name) is wrapper
         assert len(calls) == 1
-    with c10d.CreationByMembers("third"):
+    with creation.CreationByMembers("third"):
         assert getattr(module, name)([0], False) == "third"
     assert getattr(module, name) is original

@@ -350,13 +350,13 @@ def test_the_store_server_ends_with_the_default_group(rank, world, delay):
     """It has ended when ``destroy_process_group`` returns, although the program still holds WORLD
     and the library was still connecting its own clients (failure 5).
     """
-    connect, numbers = store_client.c10d.clone_store, itertools.count(1)
+    connect, numbers = store_client.stores.clone_store, itertools.count(1)
 
     def connect_late(store):
         time.sleep(delay * next(numbers))  # the first is the one that an operation waits for
         return connect(store)
 
-    store_client.c10d.clone_store = connect_late
+    store_client.stores.clone_store = connect_late
     start(world=world)
     held = dist.group.WORLD if world else None  # a plain group itself keeps its store
     port = int(os.environ["MASTER_PORT"])
@@ -383,7 +383,7 @@ def test_the_store_of_a_job_is_not_found_after_its_end():
     for held in (True, False):
         dist.init_process_group("gloo")
         world = dist.group.WORLD
-        find = store_client.c10d.root_store_of_job(world)
+        find = store_client.stores.root_store_of_job(world)
         find().set("key", "value")
         dist.destroy_process_group()
         if not held:

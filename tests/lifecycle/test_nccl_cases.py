@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg import c10d
+from reloadpg.c10d import inspection, stores
 from reloadpg.groups.creation import WORLD_ORDER, Call, Construction
 from reloadpg.lifecycle.recreate import spent_keys
 
@@ -64,11 +64,11 @@ def test_keys_of_nccl(rank: int, size: int, more: list[str]) -> None:
     """Unique ids of groups and of pairs are deleted by the member that writes them."""
     if hasattr(dist.distributed_c10d, "ProcessGroupNCCL2") and rank == 0:
         more = [*more, "7@1.1.2/nccl_storekey_0"]
-    keys = c10d.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "nccl"}, rank, size)
+    keys = stores.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "nccl"}, rank, size)
     assert [key for key in keys if key.rpartition("//")[2] in more] == [
         f"7@1.1.2//cuda//{key}" for key in more
     ]
-    plain = c10d.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "other"}, rank, size)
+    plain = stores.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "other"}, rank, size)
     assert len(keys) - len(plain) == len(more)
 
 
@@ -122,6 +122,6 @@ def test_unfinished_collectives_are_those_of_all_recorders(
     monkeypatch.setattr(cpp, "_dump_fr_trace", of_backend if separate else of_gloo)
     monkeypatch.setattr(cpp, "FlightRecorderHook", object, False)
     expected = ["all_reduce", "all_gather"][: 1 + separate]
-    assert c10d.unfinished_collectives(9) == [
+    assert inspection.unfinished_collectives(9) == [
         f"{name} [3], number 2 of group '0', scheduled" for name in expected
     ]

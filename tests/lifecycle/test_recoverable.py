@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg import c10d
+from reloadpg.c10d import tables
 from reloadpg.cli.doctor import diagnose
 
 NEEDED = {
@@ -158,7 +158,7 @@ def test_an_existing_nccl_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     """Its watchdog runs with other settings."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        config = c10d.device_backends(dist.group.WORLD)  # type: ignore[arg-type]
+        config = tables.device_backends(dist.group.WORLD)  # type: ignore[arg-type]
         table = dist.distributed_c10d._world.pg_backend_config  # type: ignore[attr-defined]
         monkeypatch.setitem(table, dist.group.WORLD, ",".join(f"{d}:nccl" for d in config))
         with pytest.raises(

@@ -12,7 +12,7 @@ from helpers import worlds
 from helpers.fault_job import Job, reasons
 
 import reloadpg
-from reloadpg import c10d
+from reloadpg.c10d import nccl
 from reloadpg.lifecycle import memory
 from reloadpg.lifecycle.job import jobs
 
@@ -40,8 +40,8 @@ def test_nccls_configuration_files_are_read(tmp_path: Path, setting: str) -> Non
     file.write_text(f"# NCCL_CUMEM_ENABLE=1\n{setting}\n")
     for environ in ({"NCCL_CONF_FILE": str(file)}, {"HOME": str(tmp_path)}):
         name = setting.partition("=")[0].strip()
-        assert c10d.nccl_settings(environ)[name] == (setting[-1], str(file))
-        over = c10d.nccl_settings({**environ, "NCCL_CUMEM_ENABLE": "1"})
+        assert nccl.nccl_settings(environ)[name] == (setting[-1], str(file))
+        over = nccl.nccl_settings({**environ, "NCCL_CUMEM_ENABLE": "1"})
         assert over["NCCL_CUMEM_ENABLE"] == ("1", "the environment")
 
 

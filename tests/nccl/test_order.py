@@ -34,7 +34,7 @@ from helpers.nccl_job import (
 )
 
 import reloadpg
-from reloadpg import c10d
+from reloadpg.c10d import backends, nccl
 from reloadpg.testing import standins
 from reloadpg.testing.standins import Fault
 
@@ -78,7 +78,7 @@ def test_the_lock_of_each_engine(engine: str, reloaded: bool, bound: bool, rank:
     assert summed(first, rank) == summed(second, rank) == 3.0
     device = torch.device("cuda", rank)
     backend = type(second._get_backend(device)).__name__  # type: ignore[attr-defined]
-    shares = not reloaded and c10d.LOCKS[backend] is c10d.Lock.FAMILY
+    shares = not reloaded and nccl.LOCKS[backend] is nccl.Lock.FAMILY
     with standins.inject(Fault("hang", "destroy", times=1)):
         destroy = Running(first._managed.communicator.shutdown)  # type: ignore[attr-defined]
         assert destroy.is_blocked
@@ -194,7 +194,7 @@ def test_a_release_waits_for_no_thread_of_torch(engine: str, bound: bool, rank: 
         reloadpg.recovery.recover("a test")
         reloadpg.offload()
         assert eventually(lambda: not monitors())
-        with patch.object(c10d, "await_monitors"):  # as after its timeout
+        with patch.object(backends, "await_monitors"):  # as after its timeout
             reloadpg.reload()
             reloadpg.offload()
         late = len(monitors())

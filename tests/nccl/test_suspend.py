@@ -18,7 +18,8 @@ from helpers.fault_job import TRIANGLE, Job, attempt, eventually, reasons, strat
 from helpers.nccl_job import CAN_SUSPEND, MIB, on_engines
 
 import reloadpg
-from reloadpg import c10d
+from reloadpg.c10d import backends as c10d_backends
+from reloadpg.c10d import nccl
 from reloadpg.lifecycle import memory
 from reloadpg.testing import standins
 
@@ -142,7 +143,7 @@ def test_what_is_set_while_suspended_holds_after_the_reload(engine: str) -> None
     reloadpg.reload()
     inner = group._managed.communicator
     assert inner.group_desc == "renamed"
-    reported = c10d.get_timeouts(inner, tuple(group._managed.construction.devices))
+    reported = c10d_backends.get_timeouts(inner, tuple(group._managed.construction.devices))
     assert {timeout.total_seconds() for timeout in reported.values()} == {77}
     assert job.sums()
 
@@ -272,10 +273,10 @@ def test_a_backend_that_the_program_has_suspended_or_resumed(engine: str, operat
     job = start(borrowed="ignore", parallelism=1)
     backend = job.groups["WORLD"]._get_backend(torch.device("cuda"))
     if operation == "offload":
-        c10d.suspend_backend(backend)
+        nccl.suspend_backend(backend)
     else:
         reloadpg.offload()
-        c10d.resume_backend(backend)
+        nccl.resume_backend(backend)
         assert job.refused()
     with pytest.raises(reloadpg.ReloadpgError):
         getattr(reloadpg, operation)()

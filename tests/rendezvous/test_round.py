@@ -19,7 +19,7 @@ from helpers.watched_store import Watch, WatchedStore
 from helpers.worlds import SILENCE
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from reloadpg import c10d
+from reloadpg.c10d import stores, tables
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.round import Interrupted, Rendezvous
@@ -516,8 +516,8 @@ def test_jobs_are_counted_before_the_first_request(
             return 2
 
     (store,) = clients(1)
-    monkeypatch.setattr(c10d, "has_peers", lambda: True)
-    monkeypatch.setattr(c10d, "root_store_of_job", lambda _: lambda: store)
+    monkeypatch.setattr(tables, "has_peers", lambda: True)
+    monkeypatch.setattr(stores, "root_store_of_job", lambda _: lambda: store)
     for number in (1, 2):
         job = Rendezvous.of_world(World())  # type: ignore[arg-type]
         job.connect_ahead()

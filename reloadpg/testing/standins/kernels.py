@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from ... import c10d
-from ...c10d import operators
+from ...c10d import inspection, needs, operators
 
 _CPU = torch.device("cpu")
 _DRAWS_PER_CALL = 4
@@ -56,7 +55,7 @@ def activate() -> None:
 
 
 def _activate() -> None:
-    c10d.refuse_missing("the stand-in for CUDA", "stand-ins")
+    needs.refuse_missing("the stand-in for CUDA", "stand-ins")
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     _active.callback(_libraries.clear)
@@ -82,7 +81,7 @@ def _activate() -> None:
 
 def _skip_in_compiled_code() -> None:
     """Keep ``torch.compile`` from tracing these functions where it runs an operator eagerly."""
-    c10d.skip_in_compiled_code((_Kernel.run, _copy), callees=True)
+    inspection.skip_in_compiled_code((_Kernel.run, _copy), callees=True)
 
 
 class _Kernel:
