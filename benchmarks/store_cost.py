@@ -1,13 +1,12 @@
 """Measure what the store's server pays for a cycle of offload and reload, by the number of ranks.
 
-A separate process serves a TCPStore. Clients replay the requests of all hosts: at each of the four
-barriers the leader of a host adds to a counter, waits for the decision's key, and reads it; the
-last one writes the decision, and deletes the keys of the barrier before. The other ranks of a host
-send it messages, which the store does not see. The figure is the CPU time of the server, over ten
-cycles. The clients send at the same time, as the hosts of a job do: a server that sleeps between
-two requests pays twice as much for each.
+A separate process serves a TCPStore. Clients perform the commands of the protocol for all ranks of
+a job (``reloadpg.rendezvous.protocol``): each rank enters an offload and a reload, of two barriers
+each. A rank waits for a key only when that exists, so one client serves many ranks. The figures are
+the requests, and the CPU time of the server, over ten cycles. The clients send at the same time, as
+the ranks of a job do: a server that sleeps between two requests pays twice as much for each.
 
-Usage: python benchmarks/store_cost.py [--ranks 8 1024 16384] [--ranks-of-a-host 8] [--json PATH]
+Usage: python benchmarks/store_cost.py [--ranks 8 1024 16384] [--json PATH]
 """
 
 from __future__ import annotations
@@ -17,13 +16,17 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from _output import machine, write_json
+from torch.distributed import PrefixStore
 
-BARRIERS = 4
+from reloadpg.rendezvous.protocol import Await, Delete, Rank, Steps
+from reloadpg.rendezvous.round import PREFIX, perform
+
 CLIENTS = 32
 CYCLES = 10
 
@@ -41,33 +44,62 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def cycle(clients: list[dist.Store], hosts: int, threads: ThreadPoolExecutor) -> int:
-    """Replay the requests of one cycle; return their number."""
-    shares = [range(index, hosts, len(clients)) for index in range(len(clients))]
+class Player:
+    """One rank of a job: it performs the commands of its generators on a client."""
 
-    def arrive(client: dist.Store, share: range, barrier: int) -> None:
-        for _ in share:
-            client.add(f"{barrier}/count", 1)
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = Rank(rank, size, str(rank), job=1)
+        self.requests = 0
+        self._steps: Steps = self.rank.count()
+        self._waits: Await | None = None
 
-    def read(client: dist.Store, share: range, barrier: int) -> None:
-        for _ in share[share[0] == 0 :]:  # the first host has written the decision
-            client.wait([f"{barrier}/decision"])
-            client.compare_set(f"{barrier}/decision", "-", "-")
+    def arrive(self, client: dist.Store, operation: str, *, ends: bool) -> None:
+        """Arrive at the next barrier of an operation; go on until it waits for the other ranks."""
+        if not ends:
+            self._play(client, self.rank.enter(operation))
+        self._play(client, self.rank.barrier(flags=None if ends else {}, ends=ends))
 
-    for barrier in range(BARRIERS):
-        list(threads.map(partial(arrive, barrier=barrier), clients, shares))
-        clients[0].compare_set(f"{barrier}/decision", "", "ok")
-        list(threads.map(partial(read, barrier=barrier), clients, shares))
-        clients[0].delete_key(f"{barrier}/count")
-        clients[0].delete_key(f"{barrier}/decision")
-    return BARRIERS * (3 * hosts + 1)
+    def leave(self, client: dist.Store) -> None:
+        """Wait until all ranks have arrived, which they have."""
+        if self._waits is not None:
+            PrefixStore(PREFIX, client).wait([self._waits.key])
+            self.requests += 1
+            self._play(client, self._steps)
+
+    def _play(self, client: dist.Store, steps: Steps) -> None:
+        self._steps, self._waits, reply = steps, None, None
+        with suppress(StopIteration):
+            while True:
+                command = steps.send(reply)
+                if isinstance(command, Await):
+                    self._waits = command
+                    return
+                reply = perform(command, PrefixStore(PREFIX, client))
+                self.requests += len(command.keys) if isinstance(command, Delete) else 1
+
+
+def cycle(clients: list[dist.Store], players: list[Player], threads: ThreadPoolExecutor) -> None:
+    """Perform the requests of one cycle."""
+    shares = [players[index :: len(clients)] for index in range(len(clients))]
+
+    def arrive(client: dist.Store, share: list[Player], operation: str, ends: bool) -> None:
+        for player in share:
+            player.arrive(client, operation, ends=ends)
+
+    def leave(client: dist.Store, share: list[Player]) -> None:
+        for player in share:
+            player.leave(client)
+
+    for operation in ("offload", "reload"):
+        for ends in (False, True):
+            list(threads.map(partial(arrive, operation=operation, ends=ends), clients, shares))
+            list(threads.map(leave, clients, shares))
 
 
 def main() -> int:
     """Print a row for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 1024, 16384])
-    parser.add_argument("--ranks-of-a-host", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     command = [sys.executable, "-c", SERVER]
@@ -78,16 +110,20 @@ def main() -> int:
         port = int(server.stdout.readline())
         clients = [dist.TCPStore("127.0.0.1", port, None, False) for _ in range(CLIENTS)]
         for ranks in options.ranks:
+            players = [Player(rank, ranks) for rank in range(ranks)]
             before = cpu_s(server.pid)
-            hosts = -(-ranks // options.ranks_of_a_host)
             with ThreadPoolExecutor(CLIENTS) as threads:
                 for _ in range(CYCLES):
-                    requests = cycle(clients[:hosts], hosts, threads)
+                    cycle(clients[:ranks], players, threads)
             seconds = round((cpu_s(server.pid) - before) / CYCLES, 4)
-            rows.append(
-                {"ranks": ranks, "hosts": hosts, "requests": requests, "server_cpu_s": seconds}
+            requests = [player.requests / CYCLES for player in players]
+            mean, most = round(sum(requests) / ranks, 2), max(requests)
+            row = {"ranks": ranks, "requests": mean, "most": most, "server_cpu_s": seconds}
+            rows.append(row)
+            print(
+                f"{ranks} ranks: {mean} requests a rank, at most {most}, {seconds} s of server CPU"
             )
-            print(f"{ranks} ranks, {hosts} hosts: {requests} requests, {seconds} s of server CPU")
+            clients[0].delete_key(f"{PREFIX}/1/current")  # of this job
     finally:
         server.kill()
         server.wait()

@@ -292,7 +292,7 @@ class Rendezvous:
                 time.sleep(seconds)
             return None
         if not isinstance(command, protocol.Await):
-            return self.ask(partial(_request, command), wait)
+            return self.ask(partial(perform, command), wait)
         stopped()
         if wait.left == 0:
             raise GaveUp(Decision("timeout", self.rank))
@@ -355,7 +355,7 @@ class Rendezvous:
         return Decision("failed", dead[0], text, by=self.rank, dead=dead)
 
 
-def _request(command: protocol.Command, store: Store) -> Any:
+def perform(command: protocol.Command, store: Store) -> Any:
     """Perform a command on the store, and return the reply."""
     match command:
         case protocol.Read(key):
