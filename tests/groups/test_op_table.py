@@ -1,13 +1,14 @@
 """Every collective and point-to-point, by value: fresh, after one reload, after three.
 
-Four gloo ranks run the table twice: with stock torch, and with every group reloadable. What
-stock gloo does not support must fail in the same way; everything else must give the right value.
+Four gloo ranks run the table twice: with stock torch, and with every group reloadable. The values
+must be the same, and what stock gloo does not support must fail in the same way.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from types import FunctionType
 
@@ -44,8 +45,8 @@ def _job(rank, world_size, reloadable):
     groups = {"world": (None, range(RANKS)), "sub": (sub, SUBGROUP)}
     held = [dist.group.WORLD] + ([sub] if rank in SUBGROUP else [])
     results = {}
-    for cycle in range(4 if reloadable else 1):
-        if cycle:
+    for cycle in range(4):
+        if cycle and reloadable:
             inner = [weakref.ref(group._managed.communicator) for group in held]
             reloadpg.offload()
             assert [ref() for ref in inner] == [None] * len(held)
@@ -79,7 +80,7 @@ def test_values_in_a_debug_mode_of_torch(reloadable):
         assert values[0] == values[1]
 
 
-def _of_row(job, row, stage="fresh"):
+def _of_row(job, row, stage):
     """The results of a row at a stage, by rank."""
     return [
         {key: outcome for key, outcome in results[STAGES[stage]].items() if key[0] == row}
@@ -94,27 +95,25 @@ PRESENT = [name for name, row in ROWS.items() if not row.missing]
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("row", PRESENT)
 def test_operation_gives_what_stock_torch_gives(row, stage, stock, reloadable, request):
-    """The right value, or stock torch's type of error, however it is called (failures 1, 2, 8)."""
+    """The same value, or the same type of error, however it is called (failures 1, 2, 8)."""
     if asks_for_backend(row):
         request.applymarker(
             pytest.mark.xfail(reason="C++ asks the proxy for its backend", strict=True)
         )
     for rank, (plain, proxied) in enumerate(
-        zip(_of_row(stock, row), _of_row(reloadable, row, stage), strict=True)
+        zip(_of_row(stock, row, stage), _of_row(reloadable, row, stage), strict=True)
     ):
         assert plain.keys() == proxied.keys()
         for key, outcome in plain.items():
-            for one in (outcome, proxied[key]):
-                assert one.value == one.expected, (rank, key, one)  # both None after an error
-            found = proxied[key].error, proxied[key].notes
-            assert found == (outcome.error, outcome.notes), (rank, key, proxied[key])
+            assert replace(proxied[key], message=outcome.message) == outcome, (rank, key)
 
 
 @pytest.mark.parametrize("row", [row for row in PRESENT if asks_for_backend(row)])
 def test_operation_that_asks_for_a_cpp_backend_raises(row, stock, reloadable):
     """A known limit: such an operator raises on every rank."""
+    stage = "after one reload"
     for plain, proxied in zip(
-        _of_row(stock, row), _of_row(reloadable, row, "after one reload"), strict=True
+        _of_row(stock, row, stage), _of_row(reloadable, row, stage), strict=True
     ):
         assert all(not outcome.error for outcome in plain.values())
         assert {(o.error, o.message) for o in proxied.values()} <= {("RuntimeError", NO_BACKEND)}
@@ -126,7 +125,6 @@ def test_little_is_unsupported_by_stock_torch(stock):
         key[0] for results in stock for key, outcome in results[0].items() if outcome.error
     )
     allowed = {
-        "all_gather_into_tensor[stack]",  # gloo wants the flat form
         "gather_into_tensor",
         "gather_single",
         "fc.permute_tensor",  # takes no group name

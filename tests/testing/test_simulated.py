@@ -59,7 +59,7 @@ def test_each_operation_gives_the_values_of_gloo(
         if found.error:  # the gloo of this torch cannot do it either
             assert found.error == expected.error, (key, found.message)
         else:
-            assert found.value == found.expected, key
+            assert found.value == expected.value, key
         dist.destroy_process_group(group)
     assert created > 100
     dist.group.WORLD.monitored_barrier(timedelta(seconds=200), wait_all_ranks=True)
