@@ -22,7 +22,6 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 OTHERS = {
     "_exit": "os",
     "_getframe": "sys",
-    "_replace": "a namedtuple",
     "_pytest": "pytest",
     "_global_process_group_list": "Megatron",
     "_pybind11_conduit_v1_": "pybind11",
