@@ -98,9 +98,19 @@ class Job:
         self.owed = [sets for sets in self.owed if sets.without(chosen)]
 
     def end(self) -> None:
-        """End the job before its default group is destroyed. Local; waits a limited time."""
-        self.rendezvous.end()
-        self.await_connections()
+        """End the job with its default group. Local; waits a limited time. Idempotent.
+
+        It waits for threads that use the store, since they hold rank 0's, and the server in it.
+        """
+        wait = Wait("the end of the job", _CONNECT_S)
+        if self.dumps is not None:
+            self.dumps.end()
+        if self.creation_stores is not None:
+            self.creation_stores.end()
+        self.rendezvous.end(wait)
+        for task in self.connecting:
+            if not task.is_current:  # that thread may have released the last reference
+                task.wait(wait.left)
 
     def connect_ahead(self, creators: int) -> None:
         """Connect the store clients of the next reload in the background. Local, non-blocking."""
@@ -114,17 +124,6 @@ class Job:
         if not self.rendezvous.alone:
             root = stores.root_store_of_job(self.world)
             self.dumps = watch(self.dumps, root, self.rendezvous.rank)
-
-    def await_connections(self) -> None:
-        """Wait a limited time for connections in progress, which hold rank 0's store."""
-        if self.dumps is not None:
-            self.dumps.end()
-        if self.creation_stores is not None:
-            self.creation_stores.end()
-        wait = Wait("the end of the job", _CONNECT_S)
-        for task in self.connecting:
-            if not task.is_current:  # that thread may have released the last reference
-                task.wait(wait.left)
 
 
 class Jobs(JobHooks):
@@ -176,7 +175,7 @@ class Jobs(JobHooks):
         job = self._job
         if job is not None and job.of is ended:
             self._job = None
-            job.await_connections()
+            job.end()
 
     @property
     def known(self) -> Job | None:

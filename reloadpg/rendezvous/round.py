@@ -160,10 +160,12 @@ class Rendezvous:
     def _hosts(self) -> str:
         return f"{self.state.job}/hosts/{self.peers.host}"
 
-    def end(self) -> None:
-        """End the thread of the requests. Local, non-blocking."""
+    def end(self, wait: Wait) -> None:
+        """End the thread of the requests, and wait for it. Local, with a timeout."""
         self.peers.forget()
-        self._client.end()
+        thread = self._client.end()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(wait.left)
 
     def is_host(self) -> bool:
         """Whether the store's server is in this process. Local."""

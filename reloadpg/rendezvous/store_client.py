@@ -198,11 +198,12 @@ class StoreClient:
             connection.dismiss()
         return request.result  # type: ignore[return-value]
 
-    def end(self) -> None:
-        """End the thread after its current request. Local, non-blocking."""
+    def end(self) -> LibraryThread | None:
+        """End the thread after its current request, and return it. Local, non-blocking."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.dismiss()
+        return connection
 
     def __del__(self) -> None:
         self.end()
