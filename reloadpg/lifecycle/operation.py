@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -160,25 +160,29 @@ class Operation:
             callback()
         try:
             if self.name != "recover":
-                self.open([p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING])
+                self.open()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return self
 
-    def open(
-        self, phases: Sequence[str], seconds: float = 0, *, reason: str = "", report: str = ""
-    ) -> None:
+    def open(self, seconds: float = 0, *, reason: str = "", report: str = "") -> None:
         """Enter the next operation of the job; see :meth:`Rendezvous.open`."""
-        job = self._known
-        job.last_error = ""
+        self._known.last_error = ""
+        round_ = self._new_round(self._known, seconds)
+        if self._interrupt is not None:
+            round_.interrupt()
+        round_.enter(reason, report)
+
+    def _new_round(self, job: Job, seconds: float = 0) -> Round:
+        """The next operation of the job, which this rank has not entered yet."""
+        suspends = self.may_suspend and not self.whole
+        phases = [p for p in PHASES[self.name] if suspends or p not in SUSPENDING]
         if self.name == "reload" and not self.was_offloaded:
             phases = phases[:1]  # nothing is offloaded: it ends when all ranks agree on that
         seconds = seconds or self.options.timeout.total_seconds()
         self._round = job.round = Round(job.rendezvous, self.name, phases, seconds)
-        if self._interrupt is not None:
-            self._round.interrupt()
-        self._round.enter(reason, report)
+        return self._round
 
     @property
     def round(self) -> Round:
@@ -203,11 +207,22 @@ class Operation:
             error = self._interrupt
         if error is not None and self.job is not None:
             self._end_early(self.job, error)
-        self.end()
+        self._end()
         if error is self._interrupt and error is not None:
             raise error
 
-    def end(self) -> None:
+    def fail(self, error: BaseException) -> None:
+        """End the operation, for which no thread runs, because of an error in the caller.
+
+        The other ranks are notified, also of an interrupt at the begin. Local, with a timeout.
+        """
+        if self.job is None and not isinstance(error, Exception):
+            with suppress(ReloadpgError):  # another operation runs
+                self.begin()
+        self._interrupt = None
+        self.__exit__(type(error), error, None)
+
+    def _end(self) -> None:
         """End it in this process: free its groups, and wake threads that wait for it. Local."""
         for group in self._reserved:
             group.reserve(None)
@@ -222,9 +237,7 @@ class Operation:
         just before this error, so the others may be in a later phase, or done.
         """
         self.activity = f"ending it after {type(error).__name__}"
-        phase: str | None = PHASES[self.name][0]
-        if self._round is not None:
-            phase = self._round.fail(error)
+        phase = (self._round or self._new_round(job)).fail(error)
         if phase is None:
             self.complete()
         elif phase in TOUCHING or self.name == "recover":

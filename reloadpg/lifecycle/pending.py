@@ -51,31 +51,40 @@ class Pending:
         operation: ``offload`` or ``reload``.
     """
 
-    def __init__(self, op: Operation, body: Body, under_way: UnderWay | None) -> None:
-        self.operation = op.name
-        self._op = op
+    def __init__(self, operation: str, under_way: UnderWay | None = None) -> None:
+        # It holds neither the operation, nor with it the groups.
+        self.operation = operation
+        self._under_way = under_way
         self._pid = os.getpid()
-        self._read = True  # until the operation is sure to begin
+        self._read = True  # until the operation has begun
+        self._attempt, self._begun = Attempt(), threading.Event()
         self._future: futures.Future[Report] = futures.Future()
         self._future.set_running_or_notify_cancel()
-        attempt, begun = Attempt(), threading.Event()
-        try:
-            op.begin()
-            if under_way is not None:
-                op.reserve(under_way)
-            run = partial(_perform, op, body, under_way, attempt, begun, self._future)
-            Task(run, op.name, daemon=False)
-            begun.wait()
-        except BaseException as error:
-            attempt.abandon()
-            if begun.is_set():
-                op.interrupt(error)
-                raise
-            _fail(op, error)
-            if under_way is not None:
-                under_way.end()
-            raise
-        self._read = under_way is None
+
+    def _start(self, op: Operation, body: Body) -> None:
+        """Begin the operation, and run it in a thread."""
+        op.begin()
+        if self._under_way is not None:
+            op.reserve(self._under_way)
+        # The thread does not hold the handle, whose deletion is a warning.
+        under_way, future = self._under_way, self._future
+        run = partial(_perform, op, body, under_way, self._attempt, self._begun, future)
+        Task(run, self.operation, daemon=False)
+        self._begun.wait()
+        self._read = self._under_way is None
+
+    def _interrupt(self, op: Operation, error: BaseException) -> None:
+        """Tell the operation to end, for an error in the caller. Waits a limited time.
+
+        If its thread has not begun, the operation ends here.
+        """
+        self._attempt.abandon()
+        if self._begun.is_set():
+            op.interrupt(error)
+        else:
+            op.fail(error)
+            if self._under_way is not None:
+                self._under_way.end()
 
     def done(self) -> bool:
         """Whether the operation has ended, with or without an error. Local."""
@@ -174,9 +183,16 @@ def start(op: Operation, body: Body, *, wait: Literal[False]) -> Pending: ...
 def start(op: Operation, body: Body, *, wait: bool) -> Report | Pending: ...
 def start(op: Operation, body: Body, *, wait: bool) -> Report | Pending:
     """Run an operation in a thread. ``wait``: wait for its end, and return its report."""
-    if not wait:
-        return Pending(op, body, UnderWay(op.name))
-    return run(op, body)
+    if wait:
+        return run(op, body)
+    pending = None
+    try:
+        pending = Pending(op.name, UnderWay(op.name))
+        pending._start(op, body)
+    except BaseException as error:
+        _interrupt(op, pending, error)
+        raise
+    return pending
 
 
 def run(op: Operation, body: Body) -> Report:
@@ -185,21 +201,30 @@ def run(op: Operation, body: Body) -> Report:
     An error in this thread, such as KeyboardInterrupt, tells the operation to end, and is raised
     after that or after a limited time.
     """
-    caller = _Caller()
-    op.in_caller = caller.call
-    pending = None
+    pending = caller = None
     try:
-        pending = Pending(op, body, None)
-        pending.add_done_callback(lambda _: caller.calls.put(None))
+        caller = _Caller()
+        op.in_caller = caller.call
+        pending = Pending(op.name)
+        pending._start(op, body)
+        pending._future.add_done_callback(caller.end)
         caller.serve()
     except BaseException as error:
-        caller.leave()
-        if pending is not None:
-            op.interrupt(error)
+        _interrupt(op, pending, error)
+        if caller is not None:
+            caller.leave()
+        if pending is not None and pending._begun.is_set():
             with suppress(PendingError):
                 pending.exception(_INTERRUPT_S)
         raise
     return pending.result()
+
+
+def _interrupt(op: Operation, pending: Pending | None, error: BaseException) -> None:
+    if pending is None:
+        op.fail(error)
+    else:
+        pending._interrupt(op, error)
 
 
 class _Call:
@@ -217,6 +242,7 @@ class _Caller:
     def __init__(self) -> None:
         self.calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._lock = threading.Lock()
+        self._call: _Call | None = None
         self._left = False
 
     def serve(self) -> None:
@@ -243,21 +269,24 @@ class _Caller:
         with self._lock:
             if self._left:
                 raise Interrupted
-            call = _Call(function)
+            call = self._call = _Call(function)
             self.calls.put(call)
         call.ended.wait()
+        self._call = None
         if call.error is not None:
             raise call.error
 
     def leave(self) -> None:
-        """Make no further call."""
+        """Make no further call. One that has not ended raises Interrupted in the operation."""
         with self._lock:
             self._left = True
-        with suppress(Empty):
-            while True:
-                if (call := self.calls.get_nowait()) is not None:
-                    call.error = Interrupted()
-                    call.ended.set()
+        if (call := self._call) is not None and not call.ended.is_set():
+            call.error = Interrupted()
+            call.ended.set()
+
+    def end(self, _: object) -> None:
+        """Let :meth:`serve` return: the operation has ended."""
+        self.calls.put(None)
 
 
 def _perform(
@@ -296,15 +325,3 @@ def _publish(op: Operation) -> None:
         op.in_caller(partial(publish, op.report))
     except Interrupted:
         publish(op.report)
-
-
-def _fail(op: Operation, error: BaseException) -> None:
-    """End an operation for which no thread could be started, or that was interrupted before."""
-    try:
-        with op:
-            raise error
-    except BaseException as raised:
-        if raised is not error:
-            raise
-    finally:
-        op.end()

@@ -21,7 +21,7 @@ from .abort import abort
 from .callbacks import callbacks
 from .connect import Connect, validate
 from .job import Job
-from .operation import PHASES, SUSPENDING, Operation
+from .operation import Operation
 from .pending import Pending, start
 from .recreate import leave_out, rebuild
 from .suspend import check_room, resume
@@ -158,10 +158,9 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     A link that was down, or a store that did not respond, can let an operation end differently on
     the ranks. Those that have live groups release them.
     """
-    phases = [phase for phase in PHASES[op.name] if phase not in SUSPENDING]
     while True:
         op.rebuild_all(decision.generation)
-        op.open(phases)
+        op.open()
         try:
             op.agree(connect=how)
             break

@@ -31,7 +31,7 @@ from ..groups.sets import Chosen
 from ..lifecycle.abort import abort
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.job import Job, jobs
-from ..lifecycle.operation import PHASES, Operation
+from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
 from ..lifecycle.recreate import leave_out, rebuild
 from ..rendezvous.worker_thread import Wait
@@ -147,7 +147,7 @@ def _recover(
     waited = Wait("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
         with op.record.timed("wait.flag", measure=False):
-            op.open(PHASES["recover"], seconds, reason=str(fault), report=report)
+            op.open(seconds, reason=str(fault), report=report)
     finally:
         _abort_all(op, job, str(fault))
     while True:
@@ -160,7 +160,7 @@ def _recover(
                 raise
         # Another rank has left this recovery, and requested the next one.
         left = max(waited.left, _LEAST_S)
-        op.open(PHASES["recover"], left, reason=str(fault), report=report)
+        op.open(left, reason=str(fault), report=report)
     op.round.seconds = timeout
     _agree(op, job)
     if was_offloaded:

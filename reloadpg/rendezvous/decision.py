@@ -35,6 +35,7 @@ class Decision:
         doing: the work of the first of ``stuck``.
         by: the rank that wrote the decision for ``rank``.
         dead: ranks whose processes have ended, as detected by a rank on the same host.
+        operation: name of the operation that ended early.
         generation: the generation with which the ranks rebuild all groups of a reload, since they
             disagree on the state alone; otherwise 0.
     """
@@ -50,6 +51,7 @@ class Decision:
     doing: str = ""
     by: int = -1
     dead: tuple[int, ...] = ()
+    operation: str = ""
     generation: int = 0
 
     @property

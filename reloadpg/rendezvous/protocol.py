@@ -13,8 +13,11 @@ A rank remembers one number, ``next``: that of the first operation that it has n
 * ``current.number < next``: the rank has left the operation without an end, since it lost the
   store. It ends the operation for all ranks, and enters the next one.
 * ``current.number > next``: operations have failed without this rank. It raises how the last one
-  failed, once; unless this call repairs (a reload or a recovery), or is an offload for which the
-  others waited until the timeout, and have begun the next one.
+  failed, once. A reload or a recovery repairs, and enters the open operation; but it raises too if
+  it may be the call that has failed on another rank, an operation of the same name. So does an
+  offload, unless the others waited for it until the timeout, and have begun the next operation.
+
+A rank that fails before it has entered an operation ends the open one for all ranks.
 
 A request for a recovery ends the open operation, and opens the next one for recoveries only.
 
@@ -175,14 +178,14 @@ class Current(NamedTuple):
         spent = ((*self.at, many),)
         return Current(number, barrier, self.recovery, passed, decision, spent)
 
-    def ended(self, decision: Decision, *, recovers: bool = False) -> Current:
-        """The value after the operation has ended early; ``recovers``: for a recovery."""
+    def ended(self, decision: Decision, operation: str = "", *, recovers: bool = False) -> Current:
+        """The value after this operation has ended early; ``recovers``: for a recovery."""
         number = self.number + 1
         spent = (*self.spent[-2:], (*self.at, len(NAMES)))
         if self.number == self.recovery and not self.barrier:  # the reports to it
             spent = (*spent, (self.number, 1, len(NAMES)))
         recovery = number if recovers else self.recovery
-        last = replace(decision, barrier=self.barrier)
+        last = replace(decision, barrier=self.barrier, operation=operation)
         return Current(number, 0, recovery, self.passed, last, spent)
 
     @lru_cache(maxsize=256)  # noqa: B019 - values are small
@@ -220,6 +223,7 @@ class Rank:
         job: number of the job among those on its store; 0 until it is counted.
         next: number of the first operation that this rank has not entered.
         number: number of the operation that it has entered.
+        operation: its name.
         at: the value of ``current`` that this rank acts on.
         confirmed: whether all ranks have met in this job.
         late_polls: how often a late rank looks whether the others have begun the next operation.
@@ -230,8 +234,7 @@ class Rank:
     def __init__(self, rank: int, size: int, process: str, job: int = 0) -> None:
         self.rank, self.size, self.process = rank, size, process
         self.job, self.next, self.confirmed = job, 1, size == 1
-        self.number, self.at = 0, Current()
-        self._operation = ""
+        self.number, self.operation, self.at = 0, "", Current()
 
     def key(self, name: str, number: int | None = None, barrier: int | None = None) -> str:
         """A key of a barrier: of the one that this rank is at by default."""
@@ -271,37 +274,57 @@ class Rank:
 
     def enter(self, operation: str, reason: str = "") -> Steps:
         """Enter the next operation. ``reason``: of a recovery."""
-        self._operation = operation
         now = yield from self.read()
         while True:
             recovers, known = now.recovery == now.number, now.number >= self.next
             if operation == "recover":
                 if recovers and known:
                     break
+                if self._has_failed(now, operation):
+                    yield from self._raise_failure(now)
                 decision = Decision("recover", self.rank, reason)
                 now = yield from self._change(now, now.ended(decision, recovers=True))
             elif not known:
-                new = now.ended(Decision("failed", self.rank, LEFT))
+                new = now.ended(Decision("failed", self.rank, LEFT), self.operation)
                 number = now.number
                 now = yield from self._change(now, new)
                 if now == new:
                     yield from self.close(new.last, "", number=number, waits=False)
             elif recovers:
                 raise Ended(now.last)
-            elif now.number > self.next and operation != "reload":
-                named = yield from self._named(now)
-                joins = operation == "offload" and named.kind == "timeout"
+            elif self._has_failed(now, operation):
+                joins = operation == "offload" and now.last.kind == "timeout"
                 if joins and (yield from self._is_begun(now)):
                     break
-                self.next = now.number
-                if named == now.last:  # no rank has named the others yet: they wait for this one
-                    number = now.number - 1
-                    named = yield from self.close(named, "", number=number, waits=False)
-                raise Ended(named)
+                yield from self._raise_failure(now)
             else:
                 break
-        self.at, self.number, self.next = now, now.number, now.number + 1
+        self.at, self.number, self.next, self.operation = now, now.number, now.number + 1, operation
         return None
+
+    def refuse(self, operation: str, decision: Decision) -> Steps:
+        """End the open operation for all ranks: this one has failed before it has entered its
+        next one. Returns how it ended.
+        """
+        now = yield from self.read()
+        if now.number >= self.next:
+            self.operation = operation
+        self.at, self.number, self.next = now, now.number, max(self.next, now.number + 1)
+        return (yield from self.end(decision))
+
+    def _has_failed(self, now: Current, operation: str) -> bool:
+        """Whether this call is to raise how the last operation has failed without this rank."""
+        if now.number <= self.next:
+            return False
+        same = now.last.kind == "failed" and now.last.operation == operation
+        return same or operation not in ("reload", "recover")
+
+    def _raise_failure(self, now: Current) -> Steps:
+        """Raise how the last operation has failed without this rank."""
+        named, self.next = (yield from self._named(now)), now.number
+        if named == now.last:  # no rank has named the others yet: they wait for this one
+            named = yield from self.close(named, "", number=now.number - 1, waits=False)
+        raise Ended(named)
 
     def _is_begun(self, now: Current) -> Steps:
         """Whether other ranks have arrived in the open operation, or do so soon."""
@@ -328,7 +351,7 @@ class Rank:
         now = at
         if total & ((1 << bits) - 1) == self.size:
             if total >> bits:
-                decision, new = OK, at.ended(Decision("disagree", self.rank))
+                decision, new = OK, at.ended(Decision("disagree", self.rank), self.operation)
             else:
                 asked = "" if flags is None else (yield Read(self.key("flags")))
                 decision = Decision("ok", flags=_first_of_each(asked or ""))
@@ -354,7 +377,7 @@ class Rank:
         yield Delete((*map(self.key, NAMES), self.key("here")))
         self.job, self.next = 0, 1
         yield from self.count()
-        yield from self.enter(self._operation)
+        yield from self.enter(self.operation)
         return True
 
     def _passed(self, now: Current) -> Decision:
@@ -368,6 +391,7 @@ class Rank:
     def _end_of(self, now: Current) -> Decision:
         if now.number == self.number + 1:
             return now.last
+        self.next = now.number  # the later failures are raised with this one
         text = f"it ended operation {now.number - 1}, and this rank had not left the one before"
         return replace(now.last, kind="failed", text=f"{text}. {now.last.text}", barrier=-1)
 
@@ -383,7 +407,7 @@ class Rank:
         """
         now, number = self.at, self.number
         while now.number == number:
-            now = yield from self._change(now, now.ended(decision))
+            now = yield from self._change(now, now.ended(decision, self.operation))
         return OK if now.passed == number else self._end_of(now)
 
     def leave(self, error: BaseException) -> Steps:

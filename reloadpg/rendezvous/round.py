@@ -204,7 +204,11 @@ class Rendezvous:
             ReloadpgError: the store is lost.
         """
         round_ = Round(self, operation, phases, seconds)
-        round_.enter(reason, report)
+        try:
+            round_.enter(reason, report)
+        except BaseException as error:
+            round_.fail(error)
+            raise
         return round_
 
     def recovery_requested(self, every: float) -> bool:
@@ -448,15 +452,20 @@ class Round:
     def enter(self, reason: str = "", report: str = "") -> None:
         """Enter the operation; see :meth:`Rendezvous.open`."""
         rendezvous, wait = self._rendezvous, Wait(self.operation, self.seconds, self.phase)
-        rendezvous._count(wait)
         if self.operation == "recover":  # other ranks may come later than a process has ended
             rendezvous.peers.forget()
+        before = self._rank.number
         try:
+            rendezvous._count(wait)
             rendezvous.drive(self._rank.enter(self.operation, reason), wait)
         except Ended as ended:  # raised at the first barrier, or while this rank works
             self.decision, self._ended = ended.decision, True
             return
-        self.number = self._rank.number
+        except ReloadpgError:
+            self._lost = True
+            raise
+        finally:  # also if a signal handler raises
+            self.number = self._rank.number if self._rank.number != before else 0
         if report:
             key = self._rank.key("reports", self.number, 1)
             line = json.dumps([rendezvous.rank, report]) + "\n"
@@ -664,12 +673,12 @@ class Round:
             The phase at which the operation ended on all ranks. It may be later than the phase of
             this rank, if all ranks had just arrived at its barrier. None if all ranks have passed
             the last barrier: the operation is then complete in spite of the error. The first phase
-            if this rank has not entered the operation.
+            if this rank cannot enter the operation.
         """
         self.run_hooks("failing")
         try:
             self._abandon()
-            if self.number and not (self._ended or self._lost) and self.phase:
+            if self.phase and not (self._ended or self._lost):
                 self._notify(error)
             return self.supposed_end
         finally:
@@ -714,12 +723,17 @@ class Round:
             self._lost = True
             raise
 
-    def _leave(self, error: BaseException) -> Decision:
+    def _leave(self, error: Ended | GaveUp) -> Decision:
         """End the operation for all ranks; return how it ended."""
         # A separate deadline: that of the work may have passed. The first decision written counts.
         seconds = max(_NOTIFY_S, self._rendezvous.grace_s)
         wait = Wait(self.operation, seconds, self.phase)
-        decision: Decision = self._rendezvous.drive(self._rank.leave(error), wait)
+        steps = self._rank.leave(error)
+        if not self.number:
+            self._rendezvous._count(wait)
+            steps = self._rank.refuse(self.operation, error.decision)
+        decision: Decision = self._rendezvous.drive(steps, wait)
+        self.number = self._rank.number
         return decision
 
     def _end(self, decision: Decision, doing: str, *, waits: bool) -> None:

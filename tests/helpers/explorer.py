@@ -110,6 +110,7 @@ class Result(NamedTuple):
     barrier: int  # at which this rank was
     end: str  # of the operation, as this rank knows it: ok, early or unknown
     error: str  # raised: the kind of a decision, own or lost; empty if the call returned
+    recovers: bool = False  # whether a recovery that was requested has ended it
 
 
 def call(one: Rank, operation: str, looks: bool) -> Generator[Any, Any, Result]:
@@ -136,17 +137,22 @@ def call(one: Rank, operation: str, looks: bool) -> Generator[Any, Any, Result]:
         return Result(number, one.at.barrier, "unknown", "lost")
     except (Ended, GaveUp, KeyboardInterrupt, RuntimeError) as error:
         kind = error.decision.kind if isinstance(error, (Ended, GaveUp)) else "own"
-        if not number:
+        if not number and isinstance(error, Ended):
             return Result(0, 0, "none", kind)
-        number = one.number
         try:
-            decision = yield from one.leave(error)
+            if number:
+                decision = yield from one.leave(error)
+            else:
+                if not one.job:
+                    yield from one.count()
+                decision = yield from one.refuse(operation, Decision("failed", one.rank))
+            number = one.number
         except (StoreLost, KeyboardInterrupt, GaveUp):
             return Result(number, one.at.barrier, "unknown", "lost")
         if decision.kind == "ok":
             return Result(number, one.at.barrier, "ok", "" if kind == "timeout" else kind)
         told = decision.kind if kind == "timeout" else kind
-        return Result(number, one.at.barrier, "early", told)
+        return Result(number, one.at.barrier, "early", told, decision.kind == "recover")
 
 
 class Seat(NamedTuple):
@@ -364,7 +370,7 @@ class Explorer:
             world = self.check(world, rank, result)
         following = [self.put(world, rank, after)]
         told = result is not None and result.error and result.end == "early"
-        if told and self.case.stays_away and result is not None:
+        if told and self.case.stays_away and result is not None and not result.recovers:
             following.append(self.put(world, rank, self.stopped(after, result.number)))
         return following
 
@@ -432,11 +438,15 @@ class Explorer:
         """The worlds after the timeouts of ranks for which nothing else can happen."""
         seats = [self.seats.values[number] for number in world.seats]
         found: list[World] = []
+        there, _ = self.histories.values[world.history]
+        entered = {(number, rank) for (number, _), rank, *_ in there}
         for rank in waiting:
             command = self.now[world.seats[rank]][0]
-            _, at = position(command.key)
+            job, at = position(command.key)
+            joins = self.current(world.store, job).last.kind == "timeout"  # the others waited
             for other in seats:
-                if other.away == at[0]:
+                told = joins or seats[rank].errors or (other.away, rank) in entered
+                if other.away == at[0] or (other.away and not told):
                     raise Violation(
                         f"the failure of rank {other.rank} is not told: {self.show(world)}"
                     )
@@ -608,7 +618,9 @@ SCENARIOS: dict[str, Scenario] = {
     "a crash": Scenario((SHORT,) * 2, 1, ("crash",), (1,), "timeout"),
     "a recovery": Scenario((CYCLE, ("recover", "end")), outcomes="recover", looks=True),
     "a recovery of both": Scenario(
-        (("offload", "recover", "end"),) * 2, 1, ("interrupt",), (1,), "failed disagree recover"
+        *((("offload", "recover", "end"),) * 2, 1, ("interrupt",), (1,)),
+        "failed disagree recover",
+        stays_away=True,
     ),
     "a recovery and a lost reply": Scenario(
         (CYCLE, ("recover", "end")), 1, ("lost",), (0, 1), "failed disagree recover"

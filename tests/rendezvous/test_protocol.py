@@ -78,6 +78,18 @@ MUTATIONS = {
         'return (yield from self.end(Decision("failed", self.rank, text_of(error))))',
         'return Decision("failed", self.rank)',
     ),
+    "a failure before it has entered is not told": (
+        "return (yield from self.end(decision))",
+        "return decision",
+    ),
+    "a repair passes over a failure": (
+        'now.last.kind == "failed" and now.last.operation == operation',
+        "False",
+    ),
+    "a recovery passes over a failure": (
+        "if self._has_failed(now, operation):\n                    yield",
+        "if False:\n                    yield",
+    ),
     "a timeout is not told": (
         "return (yield from self.end(error.decision))",
         "return error.decision",

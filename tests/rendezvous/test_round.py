@@ -464,7 +464,7 @@ def test_a_reply_to_an_abandoned_request_changes_nothing() -> None:
         state = vars(rdv.state).copy()
     finally:
         ended.set()
-    rdv.end()
+    rdv.end(Wait("the end", SOON))
     for thread in {*threading.enumerate()} - others:
         thread.join(SOON)
     assert vars(rdv.state) == state
@@ -530,6 +530,7 @@ def test_jobs_are_counted_before_the_first_request(
 
 def test_keys_and_threads_do_not_accumulate() -> None:
     """Over a thousand operations, of which some fail."""
+    others = {*threading.enumerate()}
     job = tcp_job(3)
 
     def body(rdv: Rendezvous) -> None:
@@ -546,7 +547,7 @@ def test_keys_and_threads_do_not_accumulate() -> None:
     def left() -> tuple[int, int]:
         job.run(two_barriers)
         keys = job.ranks[0].ask_root(lambda store: store.num_keys(), Wait("keys", SOON))
-        return keys, threading.active_count()
+        return keys, len({*threading.enumerate()} - others)
 
     before = left()
     job.run(body)
