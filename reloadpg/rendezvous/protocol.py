@@ -306,11 +306,14 @@ class Rank:
         """End the open operation for all ranks: this one has failed before it has entered its
         next one. Returns how it ended.
         """
-        now = yield from self.read()
-        if now.number >= self.next:
-            self.operation = operation
-        self.at, self.number, self.next = now, now.number, max(self.next, now.number + 1)
-        return (yield from self.end(decision))
+        ended = None
+        while ended is None or ended.kind == "recover":  # requested by another rank just now
+            now = yield from self.read()
+            if now.number >= self.next:
+                self.operation = operation
+            self.at, self.number, self.next = now, now.number, max(self.next, now.number + 1)
+            ended = yield from self.end(decision)
+        return ended
 
     def _has_failed(self, now: Current, operation: str) -> bool:
         """Whether this call is to raise how the last operation has failed without this rank."""

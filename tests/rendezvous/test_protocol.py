@@ -79,7 +79,7 @@ MUTATIONS = {
         'return Decision("failed", self.rank)',
     ),
     "a failure before it has entered is not told": (
-        "return (yield from self.end(decision))",
+        "ended = yield from self.end(decision)",
         "return decision",
     ),
     "a repair passes over a failure": (
