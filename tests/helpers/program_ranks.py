@@ -1,11 +1,14 @@
-"""One rank that interprets the programs of ``programs``, and records what it sees of each step."""
+"""One rank that plays the programs of ``programs``, and checks what it and the others see."""
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import signal
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -21,43 +24,70 @@ from torch.distributed import distributed_c10d as c10d
 import reloadpg
 from helpers import faulty_gloo, nccl_job, tables, worlds
 from helpers.fault_job import (
+    ALLOWANCE,
     FAR,
     Injected,
     Seen,
     attempt,
     base_store,
+    die,
     eventually,
     fail,
     interfere,
-    meet,
     signalling,
     stop_interfering,
 )
 from helpers.programs import (
     BRACKETS,
     END_CALLS,
+    UNTOUCHED,
     WORLD,
-    WORLD_TIMEOUT_S,
+    Ended,
     Fault,
-    Job,
+    Life,
     Program,
+    State,
     Step,
-    contribution,
 )
 from helpers.repeating import repeat
+from helpers.watched_store import WatchedStore
 from reloadpg.environment import init_distributed, process_group_scope
 from reloadpg.testing import run_ranks, standins
 
-LIMIT = timedelta(seconds=WORLD_TIMEOUT_S)
+LIMIT = timedelta(seconds=60)
+"""The timeout of collectives."""
 SHORT = timedelta(seconds=5)
 """The timeout of a collective that waits for a rank whose call has failed."""
 VARIABLES = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
 """No flight recorder: torch's watchdog looks up the Python lines of a collective that has timed out
 before it aborts it, and the first look-up imports ``torch._inductor`` (2.13)."""
+OPERATIONS = ("offload", "reload", "recover")
 
 
 class Terminated(SystemExit):
     """Raised by the handler of SIGTERM."""
+
+
+class StoreLink:
+    """The link of one rank to the store of the job, which a ``cut`` fault takes down."""
+
+    def __init__(self) -> None:
+        self._up = threading.Event()
+        self._up.set()
+
+    def watched(self, store: Any) -> dist.Store:
+        return WatchedStore(store, watch=lambda *_: self._up.wait())
+
+    def must_fail(self, step: Step) -> bool:
+        return True
+
+    def prepare(self, place: int, fault: Fault, rank: int) -> None:
+        if rank in fault.ranks:
+            interfere(fault.point, self._up.clear)
+
+    def ended(self, place: int) -> None:
+        self._up.set()
+        stop_interfering()
 
 
 class Player:
@@ -73,10 +103,11 @@ class Player:
     def __init__(
         self, rank: int, program: Program, signals: dist.Store | None = None, link: Any = None
     ) -> None:
-        self.rank, self.program, self.link = rank, program, link
+        self.rank, self.program = rank, program
+        self.on_hosts, self.link = link is not None, link or StoreLink()
         self._signals = nccl_job.signals() if signals is None else signals
-        self._met = 0
-        self._threads = int(program.options.get("parallelism", 8))
+        self._shared = 0
+        self._alive = list(range(program.size))
         options = {"timeout": FAR, **program.options}
         self._timeout = options["timeout"]
         if program.on_nccl:
@@ -88,89 +119,94 @@ class Player:
         reloadpg.install(**options)
         self._log = Log(self)
 
-    def play(self) -> list[list[dict[str, Any]]]:
-        """Go through the jobs; return what was seen of each step of each of them."""
-        return [self._play(job, number) for number, job in enumerate(self.program.jobs)]
-
-    def meet(self) -> None:
-        """Wait for the other ranks.
+    def share(self, value: Any = None) -> list[Any]:
+        """Wait for the other ranks; return the value of each.
 
         If a peer destroys a gloo group while this rank connects it or runs a collective, the group
         breaks, also with torch alone.
         """
-        self._met += 1
-        meet(f"{self._met}", self.program.size, 120.0, self._signals)
+        self._shared += 1
+        key = f"shared/{self._shared}"
+        self._signals.set(f"{key}/{self.rank}", json.dumps(value))
+        self._signals.wait([f"{key}/{rank}" for rank in self._alive], timedelta(seconds=120))
+        return [json.loads(self._signals.get(f"{key}/{rank}")) for rank in self._alive]
 
-    # -- a job ------------------------------------------------------------------------------------
+    def play(self) -> None:
+        for number, life in enumerate(self.program.lives):
+            self._live(life, number)
 
-    def _play(self, job: Job, number: int) -> list[dict[str, Any]]:
-        self._job, self._number, self._baseline, self._stuck = job, number, None, 0
+    # -- the life of a default group --------------------------------------------------------------
+
+    def _live(self, life: Life, number: int) -> None:
+        self._life, self._number, self._baseline, self._stuck = life, number, None, 0
+        self._own = 0
+        self._state = State(self.program.size)
         self._groups: dict[int, Any] = {}
         self._names: set[str] = set()
         self._keys: tuple[int, ...] = ()
-        self._own = 0
-        seen: list[dict[str, Any]] = []
-        cause = Injected("the cause") if "raises" in job.end else None
+        cause = Injected("the cause") if "raises" in life.end else None
         try:
             with self._block():
-                if not job.end.startswith("context"):
+                if not life.end.startswith("context"):
                     self._init()
                 self._hold(WORLD, dist.group.WORLD)
-                if job.bound and not self.program.on_nccl:
+                if life.bound and not self.program.on_nccl:
                     worlds.bind()
-                for place, step in enumerate(job.steps):
-                    seen.append(self._step(place, step))
-                self.meet()
-                self._end(job.end, cause)
+                for place, step in enumerate(life.steps):
+                    self._play(place, step)
+                    if self._alive != list(range(self.program.size)):
+                        return
+                self.share()
+                self._end(life.end, cause)
         except Injected as error:
             assert error is cause
         else:
             assert cause is None
         gc.collect()
+        self._assert_nothing_left()
+        self.share()
+
+    def _assert_nothing_left(self) -> None:
         assert not dist.is_initialized()
         sizes = tables.lengths()
         sizes["pg_group_ranks"] -= (
             dist.GroupMember.NON_GROUP_MEMBER in c10d._world.pg_group_ranks
         )  # torch also enters the value for the groups of which this rank is no member (2.13)
         sizes["tags_to_pg"] = sum(map(len, c10d._world.tags_to_pg.values()))
-        assert not any(sizes.values()), f"left in torch's tables by {job.end}: {sizes}"
+        assert not any(sizes.values()), f"left in torch's tables by {self._life.end}: {sizes}"
         assert c10d._world.group_count == 0
         assert not [name for name in self._names if tables.resolves_to(name) is not None]
         if self.program.on_nccl:
             assert eventually(lambda: standins.communicators() <= self._stuck)
-        self.meet()
-        return seen
 
     def _block(self) -> Any:
-        if self._job.end.startswith("scope"):
+        if self._life.end.startswith("scope"):
             return process_group_scope(timeout=LIMIT)
-        if not self._job.end.startswith("context"):
+        if not self._life.end.startswith("context"):
             return nullcontext()
         given: dict[str, Any] = {"device": "cpu"}
         if self.program.on_nccl:
             given = {"device": self._device()}
-            given |= {"device_id": self._device()} if self._job.bound else {}
+            given |= {"device_id": self._device()} if self._life.bound else {}
         return init_distributed(self.program.backend, store=self._store(), timeout=LIMIT, **given)
 
     def _init(self) -> None:
         where: dict[str, Any] = {}
-        if self.link is None:
+        if not self.on_hosts:
             where = {"store": self._store(), "rank": self.rank, "world_size": self.program.size}
-        if self.program.on_nccl and self._job.bound:
+        if self.program.on_nccl and self._life.bound:
             where["device_id"] = self._device()
         dist.init_process_group(self.program.backend, timeout=LIMIT, **where)
 
     def _store(self) -> dist.Store:
-        """The store of one job. Splits of gloo groups need a FileStore, see ``worlds.start``."""
-        if self._job.bound and not self.program.on_nccl:
-            return dist.FileStore(
-                str(Path(os.environ["TMPDIR"], f"{self._number}.store")), self.program.size
-            )
+        """The store of one life."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         client = dist.TCPStore(
             address, port, is_master=False, wait_for_workers=False, timeout=LIMIT
         )
-        return dist.PrefixStore(f"job/{self._number}", client)
+        store = dist.PrefixStore(f"life/{self._number}", client)
+        cut = any(step.fault is not None and step.fault.kind == "cut" for step in self._life.steps)
+        return self.link.watched(store) if cut else store
 
     def _device(self) -> torch.device:
         return torch.device("cuda", self.rank)
@@ -188,12 +224,10 @@ class Player:
         if cause is not None:
             raise cause
         done: set[str] = set()
-        ended = [*self._groups.values()]
         for call in END_CALLS.get(end, ()):
             if call in ("abort", "shutdown"):
-                for group in ended:
-                    if isinstance(group, reloadpg.ReloadableProcessGroup):
-                        getattr(group, call)()
+                for group in self._managed():
+                    getattr(group, call)()
             elif call not in done:
                 getattr(c10d, call)()
             else:  # torch's own error: there is no such group any more
@@ -204,121 +238,205 @@ class Player:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def _step(self, number: int, step: Step) -> dict[str, Any]:
-        self._place = number
-        result, error, before = None, None, self._communicators()
-        try:
-            self._prepare(step)
-            result = self._called(step)
-        except _Raised as raised:
-            error = raised.seen
-        finally:
-            self._undo(step)
-        self._failed = error is not None
-        if self._failed and step.fault is not None and reloadpg.status().state == "failed":
-            assert step.fault.kind == "cut" or reloadpg.recovery.recovery_requested()
-            if step.do == "offload" and step.fault.kind != "hang" and not self.program.on_nccl:
-                assert eventually(self._all_released)
+    def _play(self, place: int, step: Step) -> None:
+        """Call a step on this rank; compare what all ranks see with what is expected."""
+        self._place, before = place, self._communicators()
+        generation = reloadpg.status().generation
+        self._prepare(step)
+        if step.fault is not None and step.fault.kind == "die":
+            self._alive = [rank for rank in self._alive if rank not in step.fault.ranks]
+        begun = time.monotonic()
+        seen = attempt(partial(getattr(self, f"_{step.do}"), *step.args))
+        where = f"{step} of {self.program}: {seen}"
+        assert seen.kind != "AssertionError", where
+        self._failed = bool(seen.kind)
+        if self._alive != list(range(self.program.size)):
+            self._survive(step, seen, time.monotonic() - begun)
+            return
+        self._undo(step, where)
         status = reloadpg.status()
-        by_name = {group.name: group for group in status.groups}
-        groups = {
-            slot: by_name.pop(group.group_name)
-            for slot, group in self._groups.items()
-            if isinstance(group, reloadpg.ReloadableProcessGroup)
-        }
-        if step.fault is not None:
-            self.meet()
-        return {
-            "result": result,
-            "error": error,
-            "state": status.state,
-            "generation": status.generation,
-            "groups": {
-                slot: [str(g.state), g.generation, g.timeout_s, g.desc]
-                for slot, g in groups.items()
-            },
-            "tables": not by_name and all(map(_is_registered, self._groups.values())),
-            "kept": self._communicators() == before,
-        }
+        all_seen = self.share([bool(seen.kind), status.state, status.generation, self._numbers()])
+        ended = self._state.end_of(step)
+        if ended == "any" and step.fault is not None and step.fault.in_nccl:
+            assert len({one[0] for one in all_seen}) == 1, f"the ranks end differently: {where}"
+            failed = "failed" if status.state == "failed" else "unchanged"
+            ended = failed if seen.kind else "completed"  # type: ignore[assignment]
+        elif ended == "any" and not any(one[0] for one in all_seen):
+            ended = "completed"
+        self._state.apply(step, ended)
+        try:
+            self._check_error(step, ended, seen)
+            self._check_groups(step, ended, status, before)
+            self._check_generations(step, ended, [one[2:] for one in all_seen], generation)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {where}") from error
+        self.share()
+
+    def _check_groups(self, step: Step, ended: Ended, status: Any, before: list[int]) -> None:
+        """States, tables, and communicators that an operation without effect keeps."""
+        state, groups = self._state, {slot: self._groups[slot] for slot in self._live_or_not()}
+        if state.known:
+            waiting = "failed" if state.failed else "offloaded"
+            absent = any(slot not in state.live for slot in groups)
+            assert status.state == (waiting if absent else "live")
+            expected = {s: "live" if s in state.live else waiting for s in groups}
+            assert {slot: str(group.state) for slot, group in groups.items()} == expected
+        assert {group.name for group in status.groups} == {g.group_name for g in groups.values()}
+        assert all(map(_is_registered, self._groups.values()))
+        if ended == "unchanged":
+            assert self._communicators() == before
+        if ended == "failed":
+            assert reloadpg.recovery.recovery_requested()
+            hangs = step.fault is not None and step.fault.kind == "hang"
+            if step.do == "offload" and not hangs and not self.program.on_nccl:
+                assert eventually(self._all_released)
+
+    def _check_generations(self, step: Step, ended: Ended, found: Any, before: int) -> None:
+        """All ranks are in one generation, which is above that of before if groups were rebuilt."""
+        if not self._state.known:
+            return
+        assert len({generation for generation, _ in found}) == 1, found
+        rebuilt = step.do in ("reload", "recover", "mend", "settle") and ended == "completed"
+        now = reloadpg.status().generation
+        if self.program.on_nccl:  # suspended groups stay
+            assert now >= before
+        elif rebuilt and self._failed is False and step.do != "reload":
+            assert now > before
+        elif not rebuilt:
+            assert now >= before
+        numbers: dict[str, Any] = {}
+        for _, of_rank in found:
+            for slot, number in of_rank.items():
+                assert numbers.setdefault(slot, number) == number, found
+
+    def _check_error(self, step: Step, ended: Ended, seen: Seen) -> None:
+        """Each rank raises an error with the cause, or completes the step."""
+        fault = step.fault
+        if fault is None or (fault.in_nccl and fault.kind == "delay"):
+            assert not seen.kind, "a delay is no fault"
+        elif fault.kind == "cut":
+            assert seen.seconds < self._timeout + ALLOWANCE
+            assert bool(seen.kind) == self.link.must_fail(step)
+        elif fault.in_nccl:
+            assert seen.kind or fault.kind not in ("stop", "fail") or step.do == "use"
+        elif ended == "completed":
+            counted = fault.kind == "counted" and self.rank in fault.ranks
+            assert seen.kind == ("KeyboardInterrupt" if counted else "")
+        else:
+            assert seen.seconds < ALLOWANCE + (self._timeout if fault.kind == "hang" else 0)
+            (_check_own if self.rank in fault.ranks else _check_others)(step, fault, seen)
+
+    def _survive(self, step: Step, seen: Seen, seconds: float) -> None:
+        """A rank has died in this step: it is named within the timeout, also by a recovery."""
+        assert step.fault is not None
+        (victim,) = step.fault.ranks
+        where = f"{step}: {seen}"
+        assert seconds < self._timeout + ALLOWANCE, where
+        if step.do != "use":  # a collective may end only when others recover
+            assert len({*self.share(reloadpg.status().state)}) == 1, where
+        if self.program.on_nccl:
+            assert seen.kind, where
+            self._free_everything(step)
+            return
+        if step.do != "use":
+            kinds = {"RendezvousTimeoutError", "PeerFailedError", "RebuildError"}
+            assert seen.kind in kinds, where
+            assert seen.names(victim), where
+            self._state.apply(step, "unchanged" if step.fault.point in UNTOUCHED else "failed")
+            self._check_groups(step, "any", reloadpg.status(), [])
+        for _ in range(2 if step.do in ("recover", "use") else 1):
+            seen = attempt(lambda: reloadpg.recovery.recover("test", timeout=self._timeout))
+            assert seen.seconds < self._timeout + ALLOWANCE
+            self.share()
+        assert seen.kind in {"RendezvousTimeoutError", "PeerFailedError"}, seen
+        assert seen.missing == (victim,), seen
+        for group in self._managed():
+            assert attempt(partial(self._value, group, "all_reduce")).kind == "GroupOffloadedError"
+        assert reloadpg.recovery.recovery_requested()
+
+    def _free_everything(self, step: Step) -> None:
+        """The peers of a killed rank free all of their communicators and memory."""
+        assert step.fault is not None
+        dist.destroy_process_group()
+        # The creation of a communicator waits for a member that is killed before it takes part.
+        may_stay = 4 if step.fault.point == "init" else 0
+        assert eventually(lambda: standins.communicators() <= may_stay)
+        torch.cuda.empty_cache()
+        unknown = step.fault.point in ("suspend", "resume") and nccl_job.ABORT_LEAVES
+        left = nccl_job.used() - standins.left_bytes() // nccl_job.MIB
+        assert may_stay or unknown or left == 0
+
+    def _managed(self) -> list[Any]:
+        return [self._groups[slot] for slot in self._live_or_not()]
+
+    def _live_or_not(self) -> list[int]:
+        """The slots of this rank's managed groups."""
+        kinds = reloadpg.ReloadableProcessGroup
+        return [slot for slot, group in self._groups.items() if isinstance(group, kinds)]
 
     def _communicators(self) -> list[int]:
-        return [
-            id(group._managed.communicator)
-            for group in self._groups.values()
-            if isinstance(group, reloadpg.ReloadableProcessGroup)
-        ]
+        return [id(group._managed.communicator) for group in self._managed()]
 
-    def _called(self, step: Step) -> Any:
-        call = partial(getattr(self, f"_{step.do}"), *step.args)
-        if step.do not in ("offload", "reload", "recover", "use"):
-            return call()
-        results: list[Any] = []
-        seen = attempt(lambda: results.append(call()))
-        if seen.kind == "AssertionError":
-            raise AssertionError(seen.text)
-        if seen.kind:
-            raise _Raised(seen)
-        return results[0]
+    def _numbers(self) -> dict[str, Any]:
+        """The generation of each live group by slot."""
+        return {
+            str(slot): self._groups[slot].generation
+            for slot in self._live_or_not()
+            if str(self._groups[slot].state) == "live"
+        }
 
-    def _create(self, slot: int, ranks: Any, kind: str, desc: str, timeout: int) -> str:
-        ranks, limit = list(ranks), timedelta(seconds=timeout) if timeout else None
-        if kind == "split":
-            self.meet()
-            if self.program.on_nccl:
-                made = dist.split_group(split_ranks=[ranks], timeout=limit, group_desc=desc)
-            else:
-                made = worlds.split([ranks], timeout=limit, group_desc=desc)
-        elif kind == "positional":
-            made = dist.new_group(ranks, limit, None, None, False, desc or None)
+    def _create(self, slot: int, ranks: Any, kind: str) -> None:
+        members = list(ranks)
+        if kind == "positional":
+            made = dist.new_group(members, LIMIT, None, None, False, f"g{slot}")
         else:
-            given: dict[str, Any] = {"use_local_synchronization": kind == "local"}
+            given: dict[str, Any] = {}
             if kind == "priority":
                 given["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            made = dist.new_group(ranks=ranks, timeout=limit, group_desc=desc or None, **given)
-        ranks.clear()  # the library must have copied the list
-        if made is None or made is dist.GroupMember.NON_GROUP_MEMBER:
-            return "no member"
+            made = dist.new_group(ranks=members, timeout=LIMIT, group_desc=f"g{slot}", **given)
+        members.clear()  # the library must have copied the list
+        if self.rank not in ranks:
+            assert made is dist.GroupMember.NON_GROUP_MEMBER
+            return
         self._hold(slot, made)
-        reloadable = isinstance(made, reloadpg.ReloadableProcessGroup)
-        return "reloadable" if reloadable else "as torch made it"
+        assert isinstance(made, reloadpg.ReloadableProcessGroup) == (len(ranks) > 1)
 
-    def _destroy(self, slot: int, only: int | None) -> str:
-        self.meet()
-        if slot not in self._groups or only not in (None, self.rank):
-            return ""
-        group = self._groups.pop(slot)
-        dist.destroy_process_group(group)
-        return str(getattr(group, "state", "gone"))
+    def _destroy(self, slot: int) -> None:
+        self.share()
+        group = self._groups.pop(slot, None)
+        if group is not None:
+            dist.destroy_process_group(group)
+            assert getattr(group, "state", "destroyed") == "destroyed"
 
-    def _retime(self, slot: int, seconds: int) -> str:
-        if slot in self._groups:
-            c10d._set_pg_timeout(timedelta(seconds=seconds), self._groups[slot])
-        return ""
-
-    def _use(self, slots: tuple[int, ...], kind: str) -> Any:
-        if (fault := self._job.steps[self._place].fault) is not None:
-            return self._use_with_a_fault(fault)
-        values = {}
-        for one in slots:
-            if (group := self._groups.get(one)) is None:
+    def _use(self, slots: tuple[int, ...], kind: str) -> None:
+        fault = self._life.steps[self._place].fault
+        if fault is not None and fault.kind == "die":
+            if self.rank in fault.ranks:
+                dist.all_reduce(self._tensor(1.0), async_op=True)
+                die()
+            self._value(self._groups[WORLD], "all_reduce")
+        elif fault is not None:
+            self._use_with_a_fault(fault)
+        for slot in [] if fault is not None else slots:
+            if (group := self._groups.get(slot)) is None:
                 continue
-            try:
-                values[one] = self._value(group, kind, contribution(self.rank, self._place))
-            except reloadpg.GroupOffloadedError as error:
-                values[one] = type(error).__name__
-        return values
+            if slot in self._state.live:
+                assert self._value(group, kind) == self._expected(group, kind)
+            else:
+                assert attempt(partial(self._value, group, kind)).kind == "GroupOffloadedError"
 
-    def _value(self, group: Any, kind: str, number: float) -> list[float]:
-        ranks, mine = dist.get_process_group_ranks(group), self._tensor(number)
-        if kind == "all_reduce":
+    def _expected(self, group: Any, kind: str) -> float:
+        ranks = dist.get_process_group_ranks(group)
+        if kind == "ring":
+            return 2.0 ** ranks[ranks.index(self.rank) - 1]
+        return sum(2.0**rank for rank in ranks)
+
+    def _value(self, group: Any, kind: str) -> float:
+        """A sum of ``2**rank``, or the number of the previous member."""
+        ranks, mine = dist.get_process_group_ranks(group), self._tensor(2.0**self.rank)
+        if kind == "all_reduce" or len(ranks) == 1:  # gloo does not send to itself
             dist.all_reduce(mine, group=group)
-            return mine.tolist()
-        if kind == "all_gather":
-            gathered = self._tensor(*[0.0] * len(ranks))
-            dist.all_gather_into_tensor(gathered, mine, group=group)
-            return gathered.tolist()
-        if len(ranks) == 1:
-            return mine.tolist()  # gloo does not send to itself
+            return mine.item()
         place, received = ranks.index(self.rank), self._tensor(0.0)
         to_next, from_previous = ranks[(place + 1) % len(ranks)], ranks[place - 1]
         for work in dist.batch_isend_irecv(
@@ -328,33 +446,23 @@ class Player:
             ]
         ):
             work.wait()
-        return received.tolist()
+        return received.item()
 
-    def _tensor(self, *numbers: float) -> torch.Tensor:
-        return torch.tensor(numbers, device=self._device() if self.program.on_nccl else "cpu")
+    def _tensor(self, number: float) -> torch.Tensor:
+        return torch.tensor([number], device=self._device() if self.program.on_nccl else "cpu")
 
-    def _use_with_a_fault(self, fault: Fault) -> Any:
+    def _use_with_a_fault(self, fault: Fault) -> None:
         """Sums in a loop that recovers and repeats; without a link one attempt, which may raise."""
-        groups = [*self._groups.values()]
 
         def sums() -> bool:
-            right = True
-            for group in groups:
-                expected = sum(2.0**rank for rank in dist.get_process_group_ranks(group))
-                right &= self._value(group, "all_reduce", 2.0**self.rank) == [expected]
-                right &= self._value(group, "ring", 1.0) == [1.0]
-            return right
-
-        self._set_timeouts(SHORT)
-        if fault.kind == "cut":
-            try:
-                return sums()
-            finally:
-                self._set_timeouts(LIMIT)
+            return all(
+                self._value(group, kind) == self._expected(group, kind)
+                for group in self._groups.values()
+                for kind in ("all_reduce", "ring")
+            )
 
         def step(number: int, attempt: int) -> bool:
-            if attempt > 1:
-                self._set_timeouts(LIMIT)
+            self._set_timeouts(SHORT if attempt == 1 else LIMIT)
             try:
                 return sums()
             finally:  # a call that hangs holds its rank: the others have seen it by now
@@ -365,69 +473,79 @@ class Player:
             self._set_timeouts(LIMIT)  # those of the first attempt are short
             reloadpg.recovery.recover("a test")
 
-        ((attempts, right),) = repeat(step, 1, recover)
-        assert right
-        self._set_timeouts(LIMIT)
-        return attempts
+        try:
+            if fault.kind == "cut":
+                self._set_timeouts(SHORT)
+                assert sums()
+            else:
+                ((_, right),) = repeat(step, 1, recover)
+                assert right
+        finally:
+            self._set_timeouts(LIMIT)
 
     def _set_timeouts(self, timeout: timedelta) -> None:
         for group in self._groups.values():
             with suppress(RuntimeError):
                 c10d._set_pg_timeout(timeout, group)
 
-    def _offload(self) -> list[Any]:
-        inner = [
-            weakref.ref(group._managed.communicator)
-            for group in self._groups.values()
-            if isinstance(group, reloadpg.ReloadableProcessGroup) and group._managed.is_live
-        ]
-        try:
-            return self._reported(reloadpg.offload(), inner)
-        except BaseException:
-            self._released = inner
-            raise
+    def _offload(self) -> None:
+        live = [group for group in self._managed() if group._managed.is_live]
+        self._released = [weakref.ref(group._managed.communicator) for group in live]
+        report = reloadpg.offload()
+        assert (report.operation, len(report.groups)) == ("offload", len(live))
+        assert self.program.options.get("strategy") == "suspend" or self._all_released()
 
-    def _reload(self, connect: Any) -> list[Any]:
-        return self._reported(reloadpg.reload(connect=connect), [])
+    def _reload(self, connect: Any) -> None:
+        report = reloadpg.reload(connect=connect)
+        absent = self._state.count(self.rank, live=False) if self._state.released else 0
+        assert (report.operation, len(report.groups)) == ("reload", absent)
 
-    def _recover(self) -> list[Any]:
-        self.meet()  # it aborts groups that a peer may still connect
-        return self._reported(reloadpg.recovery.recover("a test", timeout=self._timeout), [])
-
-    def _reported(self, report: Any, inner: list[weakref.ref[Any]]) -> list[Any]:
-        if any(ref() is not None for ref in inner):
-            gc.collect()
-        alive = sum(ref() is not None for ref in inner)
-        return [report.operation, len(report.groups), reloadpg.status().generation, alive]
+    def _recover(self) -> None:
+        self.share()  # it aborts groups that a peer may still connect
+        report = reloadpg.recovery.recover("a test", timeout=self._timeout)
+        assert (report.operation, len(report.groups)) == ("recover", len(self._managed()))
 
     def _mend(self, how: str) -> None:
-        self.meet()
+        """All groups are live afterwards, whatever happened before."""
+        if not self._state.known:
+            states = {state for one in self.share(sorted(self._states())) for state in one}
+        else:
+            states = set()
+        self.share()
         if how == "must recover" or (how == "recover" and self._failed):
             reloadpg.recovery.recover("a test")
-        else:
-            reloadpg.reload()
+            return
+        report = reloadpg.reload()
+        if len(states) > 1 and "live" in states:
+            assert "disagreed on the state" in "".join(report.warnings)
 
-    def _settle(self) -> str:
-        """A cycle; the text is empty if nothing is left of what was before."""
+    def _states(self) -> set[str]:
+        return {str(group.state) for group in self._managed()}
+
+    def _settle(self) -> None:
+        """A cycle, after which nothing is left of what was before."""
         reloadpg.offload()
         reloadpg.reload()
         for group in self._groups.values():  # also connects each group
-            self._value(group, "all_reduce", 1.0)
-        self.meet()  # a rank that ends a collective may still be needed by another
+            self._value(group, "all_reduce")
+        self.share()  # a rank that ends a collective may still be needed by another
         if not self.program.on_nccl:
-            keys = base_store().num_keys() - 2 * self._met - self._own  # without the test's
+            keys = base_store().num_keys() - self.program.size * self._shared - self._own
             self._keys = (*self._keys, keys)
-            self.meet()
-            grown = self.link is None and keys > max(self._keys[:2]) + 4
-            return f"keys: {self._keys}" if grown else ""
-        count = sum(isinstance(g, reloadpg.ReloadableProcessGroup) for g in self._groups.values())
+            self.share()
+            assert self.on_hosts or keys <= max(self._keys[:2]) + 4 + self.program.size, self._keys
+            return
+        count = len(self._managed())
         if self._baseline is None or count != self._baseline[0]:
             self._baseline = count, nccl_job.held()
-            return ""
+            return
         # The backends of the CPU stay, each with the store client that created it, where an
         # operation that has failed lets the next one connect new clients.
         stores = 0 if self.program.backend == "nccl" else count
-        return nccl_job.left_over(self._baseline[1], self._stuck, stores)
+        left = nccl_job.left_over(self._baseline[1], self._stuck, stores)
+        last = self._life.steps[self._place - 3].fault
+        stopped = last is not None and last.kind == "stop" and last.point in ("suspend", "resume")
+        assert not left or (stopped and nccl_job.ABORT_LEAVES), left
 
     def _all_released(self) -> bool:
         gc.collect()
@@ -438,9 +556,12 @@ class Player:
     def _prepare(self, step: Step) -> None:
         if (fault := step.fault) is None:
             return
-        self.meet()
+        self._pids = self.share(os.getpid())
         if fault.kind == "cut":
-            self.link.prepare(self._place, fault.point)
+            self.link.prepare(self._place, fault, self.rank)
+        elif fault.in_nccl and fault.kind in ("stop", "die"):
+            if self.rank in fault.ranks:
+                arm(fault)
         elif fault.in_nccl:
             if self.rank == 0:
                 for rank in fault.ranks:
@@ -454,37 +575,42 @@ class Player:
                             seconds=1.0 if fault.kind == "delay" else 0.0,
                         )
                     )
-            if fault.may_stay:
-                self._stuck += len(self._groups)
-            self.meet()
-        else:
+        elif step.do != "use":
             self._own += {"late": 1, "hang": 2}.get(fault.kind, 0)
             self._log.follow(step.do, f"{self._number}/{self._place}")
             if self.rank in fault.ranks:
                 self._bring_about(fault)
+        if fault.in_nccl and fault.may_stay:
+            self._stuck += len(self._groups)
+        self.share()
 
     def _bring_about(self, fault: Fault) -> None:
         """Inject a fault at a point on this rank."""
         place = f"{self._number}/{self._place}"
-        interrupt = signalling(signal.SIGINT, KeyboardInterrupt())
-        actions: dict[str, Callable[[], object]] = {
-            "raise": fail,
+        interrupt = partial(signalling, signal.SIGINT, KeyboardInterrupt())
+        actions: dict[str, Callable[[], Callable[[], object]]] = {
+            "raise": lambda: fail,
             "interrupt": interrupt,
-            "terminate": signalling(signal.SIGTERM, Terminated(143)),
+            "terminate": partial(signalling, signal.SIGTERM, Terminated(143)),
             "counted": interrupt,
-            "late": partial(self._await, f"logged/{place}"),
-            "hang": partial(self._await, f"gave up/{place}"),
+            "late": lambda: partial(self._await, f"logged/{place}"),
+            "hang": lambda: partial(self._await, f"gave up/{place}"),
+            "die": lambda: die,
         }
         moment = "after" if fault.kind == "counted" else "before"
-        interfere(fault.point, actions[fault.kind], moment)  # type: ignore[arg-type]
+        interfere(fault.point, actions[fault.kind](), moment)  # type: ignore[arg-type]
 
     def _await(self, key: str) -> None:
         self._signals.clone().wait([key], timedelta(seconds=FAR))
 
-    def _undo(self, step: Step) -> None:
+    def _undo(self, step: Step, where: str) -> None:
         if (fault := step.fault) is None:
             return
+        if fault.kind == "stop" and self.rank == 0:
+            os.kill(self._pids[fault.ranks[0]], signal.SIGCONT)
         if fault.kind == "cut":
+            if not self.on_hosts:
+                self.share()
             self.link.ended(self._place)
         elif fault.kind == "hang" and not fault.in_nccl and self.rank not in fault.ranks:
             store, place = self._signals.clone(), f"gave up/{self._number}/{self._place}"
@@ -492,20 +618,63 @@ class Player:
             if store.add(f"{place}/count", 1) == others:
                 store.set(place, "1")
         if fault.kind == "late" and self.rank == 0:
-            assert self._log.names_the_cause
-        self.meet()
+            assert self._log.names_the_cause, where
+        self.share()
         stop_interfering()
         if fault.in_nccl:
             standins.clear_faults()
-        self.meet()
+        self.share()
 
 
-class _Raised(Exception):
-    """A step has raised."""
+def _check_own(step: Step, fault: Fault, seen: Seen) -> None:
+    """A faulty rank raises its own error, with the cause."""
+    if len(fault.ranks) > 1:
+        assert seen.kind
+    elif fault.kind == "raise" and fault.point[-1].isdigit():
+        own = "ReleaseError" if step.do == "offload" else "RebuildError"
+        assert (seen.kind, seen.cause) == (own, "Injected('injected')")
+    elif fault.kind == "raise" and fault.point.endswith("callbacks"):
+        assert (seen.kind, seen.cause) == ("ReloadpgError", "Injected('injected')")
+    else:
+        kinds = {
+            "raise": "Injected",
+            "interrupt": "KeyboardInterrupt",
+            "counted": "KeyboardInterrupt",
+            "terminate": "Terminated",
+            "hang": "RendezvousTimeoutError",
+        }
+        assert seen.kind == kinds[fault.kind]
 
-    def __init__(self, seen: Seen) -> None:
-        super().__init__(seen)
-        self.seen = seen
+
+def _check_others(step: Step, fault: Fault, seen: Seen) -> None:
+    """Another rank names a faulty rank and its error.
+
+    An interrupted rank drops its groups before the others have read its error, so a rank that is
+    still connecting to it raises RebuildError.
+    """
+    assert any(seen.names(rank) for rank in fault.ranks)
+    if fault.kind == "hang":
+        assert seen.kind == "RendezvousTimeoutError"
+    elif seen.kind != "RebuildError" or (fault.kind == "raise" and len(fault.ranks) == 1):
+        assert seen.kind == "PeerFailedError"
+        assert seen.rank in fault.ranks
+    text = {"raise": "injected", "interrupt": "KeyboardInterrupt", "terminate": "Terminated"}
+    assert text.get(fault.kind, "") in seen.text
+
+
+def arm(fault: Fault) -> None:
+    """Kill or stop this process when it next makes a call of NCCL."""
+    standins.inject(standins.Fault("hang", fault.point, rank=fault.ranks[0], times=1))  # type: ignore[arg-type]
+    log, text = Path(os.environ["RELOADPG_STANDIN_LOG"]), f"fault: hang in {fault.point}"
+    begun = log.read_text().count(text)
+
+    def watch() -> None:
+        while log.read_text().count(text) == begun:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "die" else signal.SIGSTOP)
+        standins.clear_faults()
+
+    threading.Thread(target=watch, daemon=True, name="reloadpg test").start()
 
 
 class Log(logging.Handler):
@@ -536,16 +705,28 @@ def _is_registered(group: Any) -> bool:
     return name is not None and c10d._resolve_process_group(name) is group
 
 
-def play(rank: int, size: int, program: Program) -> list[list[dict[str, Any]]]:
-    """Run a program on this rank."""
-    return Player(rank, program).play()
+def play(rank: int, size: int, program: Program) -> None:
+    """Play a program on this rank."""
+    Player(rank, program).play()
 
 
-def run(program: Program, **given: Any) -> list[list[list[dict[str, Any]]]]:
-    """Run a program on new ranks; return what each rank saw of each step of each job."""
+def run(program: Program, **given: Any) -> None:
+    """Play a program on new ranks."""
     variables = {**program.variables, **given.pop("env", {})}
     if program.on_nccl:
         variables, given = {**VARIABLES, **variables}, {"standins": True, **given}
-    return run_ranks(
-        play, program.size, args=(program,), env=variables, timeout=500, store="parent", **given
+    outcomes = run_ranks(
+        play,
+        program.size,
+        args=(program,),
+        env=variables,
+        timeout=float(os.environ.get("TTT", "500")),
+        store="parent",
+        check=not program.dead,
+        **given,
     )
+    for outcome in outcomes if program.dead else ():
+        killed = outcome.rank in program.dead
+        shown = f"rank {outcome.rank}: {outcome.exception}\n{outcome.stack}"
+        assert outcome.signal == (signal.SIGKILL if killed else None), shown
+        assert killed or outcome.exception is None, shown

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from helpers.fault_job import Job, interfere, stop_interfering
 from helpers.program_ranks import Player
-from helpers.programs import BOUND_ON_HOSTS, check_rank, must_fail, program_on_two_hosts
+from helpers.programs import Fault, Step, program_on_two_hosts
 
 
 def mark(folder: Path, name: str) -> None:
@@ -26,15 +26,23 @@ def mark(folder: Path, name: str) -> None:
 class Link:
     """The link between the hosts, which the test cuts and joins."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, other_link: bool) -> None:
+        self._folder, self._other_link = folder, other_link
 
-    def prepare(self, place: int, point: str) -> None:
+    def watched(self, store: dist.Store) -> dist.Store:
+        return store
+
+    def prepare(self, place: int, fault: Fault, rank: int) -> None:
         """Cut the link at a point of the next operation, or now."""
-        if point:
-            interfere(point, lambda: self._cut(place))
-        else:
+        if fault.point == "use":
             self._cut(place)
+        else:
+            interfere(fault.point, lambda: self._cut(place))
+
+    def must_fail(self, step: Step) -> bool:
+        """Whether something uses the link after a cut: the store, or groups that connect."""
+        connected = step.do == "offload" or step.fault.point.endswith("done")
+        return not self._other_link or not connected
 
     def _cut(self, place: int) -> None:
         mark(self._folder / str(place), "here")
@@ -57,14 +65,7 @@ def play(folder: Path, seed: int) -> None:
     assert program.size == size
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.PrefixStore("test", dist.TCPStore(address, port, is_master=False))
-    (seen,) = Player(rank, program, store, Link(folder)).play()
-    (job,) = program.jobs
-    check_rank(program, job, rank, seen)
-    for step, one in zip(job.steps, seen, strict=True):
-        if step.fault is not None:
-            assert bool(one["error"]) == must_fail(step, other_link), (step, one)
-            seconds = one["error"].seconds if one["error"] else 0.0
-            assert seconds < BOUND_ON_HOSTS + 60, (step, one)
+    Player(rank, program, store, Link(folder, other_link)).play()
 
 
 def main() -> None:
