@@ -49,7 +49,7 @@ def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(
     met = threading.Event()
 
     def answered(method: str, key: str) -> None:
-        if met.is_set() and method == "set" and "/here/" in key:
+        if met.is_set() and method == "add" and key.endswith("/count"):
             shared.set(f"rank {rank} is counted", "1")
 
     store = WatchedStore(shared, answered=answered)
