@@ -200,9 +200,9 @@ def test_programs(seed: int, tmp_path: Path) -> None:
     (failures 14, 16 and 35). ``FAULT_PROGRAMS`` is the number of programs.
     """
     program, ranks_of_a_host, other_link = program_on_two_hosts(seed)
-    (job,) = program.jobs
+    (life,) = program.lives
     with two_hosts(tmp_path) as hosts:
-        parts = [str(place) for place, step in enumerate(job.steps) if step.fault is not None]
+        parts = [str(place) for place, step in enumerate(life.steps) if step.fault is not None]
         for part in parts:
             (hosts.folder / part).mkdir()
             hosts.make_fifos(program.size, part)
