@@ -559,6 +559,8 @@ class Player:
         self._pids = self.share(os.getpid())
         if fault.kind == "cut":
             self.link.prepare(self._place, fault, self.rank)
+            if self.on_hosts:  # the link may be down
+                return
         elif fault.in_nccl and fault.kind in ("stop", "die"):
             if self.rank in fault.ranks:
                 arm(fault)
