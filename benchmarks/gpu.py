@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import _gpu_ranks  # noqa: E402
 import torch  # noqa: E402
 from _output import machine  # noqa: E402
 from helpers import gpu_job  # noqa: E402 - from the tests
@@ -89,7 +90,7 @@ def tests() -> Result:
 
 def communicators(ranks: int) -> Result:
     """Memory of one communicator: when it is created, and when it has been used."""
-    seen = run_ranks(gpu_job.growth, ranks, args=("nccl",), timeout=200)
+    seen = run_ranks(_gpu_ranks.growth, ranks, args=("nccl",), timeout=200)
     return {
         "ranks": ranks,
         "created_bytes": max(one["created"] for one in seen),
@@ -100,7 +101,7 @@ def communicators(ranks: int) -> Result:
 
 def by_hand(ranks: int) -> Result:
     """Destroying and creating the same groups with torch's own functions."""
-    seen = run_ranks(gpu_job.by_hand, ranks, args=("nccl", CYCLES), timeout=280)
+    seen = run_ranks(_gpu_ranks.by_hand, ranks, args=("nccl", CYCLES), timeout=280)
     return {"ranks": ranks, **_times(seen), "released_bytes": _median(seen, "released")}
 
 
@@ -127,14 +128,14 @@ def cycles(ranks: int, strategy: str) -> Result:
 
 def borrowed() -> Result:
     """What each policy does about a pointer that other code has taken out of a group."""
-    (seen,) = run_ranks(gpu_job.borrowed, 1, args=("nccl",), timeout=200)
+    (seen,) = run_ranks(_gpu_ranks.borrowed, 1, args=("nccl",), timeout=200)
     wrong = [f"{policy}: {what}" for policy, what in seen.items() if "BUT" in what]
     return {**seen, "passed": not wrong, "summary": "; ".join(wrong)}
 
 
 def saver() -> Result:
     """A memory saver of the trainer together with an offload: what each gives back."""
-    (seen,) = run_ranks(gpu_job.with_memory_saver, 1, args=("nccl",), timeout=200)
+    (seen,) = run_ranks(_gpu_ranks.with_memory_saver, 1, args=("nccl",), timeout=200)
     return dict(seen)
 
 

@@ -87,8 +87,6 @@ def test_the_steps_over_stand_ins(tmp_path: Path) -> None:
     assert policies["refuse"] == "refused, nothing was changed"
     assert policies["warn"] == "recreate, with a warning"
     assert policies["ignore"] == "recreate"
-    can_suspend = "suspend" if "result" in steps["suspend, 1 rank"] else policies["refuse"]
-    assert policies["suspend"] == can_suspend
     assert "no figures of one" in rest.stdout
     for name, module in (("torch_memory_saver", "torch_memory_saver"), ("vLLM", "vllm")):
         why = "its kernels need a GPU" if find_spec(module) else f"{module} is not installed"

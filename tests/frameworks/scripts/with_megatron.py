@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from helpers.gpt_job import GptTraining, cuda_on_cpu
+from gpt_job import GptTraining, cuda_on_cpu
 
 
 def main():
