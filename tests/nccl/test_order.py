@@ -210,3 +210,25 @@ def monitors() -> list[str]:
     """The threads with which torch monitors groups."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if name == "pt_nccl_heartbt"]
+
+
+EIGHT = [
+    *([rank, (rank + 1) % 8] for rank in range(8)),
+    *([rank, (rank + 3) % 8] for rank in range(8)),
+    *([rank, rank + 2, rank + 4, rank + 6] for rank in range(2)),
+    *([rank, rank + 1, rank + 2, rank + 3] for rank in (0, 4)),
+]
+"""20 overlapping groups of 8 ranks."""
+
+
+@on_engines(8)
+def test_eight_ranks_with_twenty_overlapping_groups(engine: str, rank: int) -> None:
+    """Their offload and a reload in the background complete with default options."""
+    start(rank)
+    groups = [(dist.new_group(sorted(members)), members) for members in EIGHT]
+    mine = [(group, sum(members) + len(members)) for group, members in groups if rank in members]
+    for _ in range(2):
+        assert [summed(group, rank) for group, _ in mine] == [total for _, total in mine]
+        reloadpg.offload()
+        assert standins.communicators() == 0
+        reloadpg.reload(wait=False).result()

@@ -12,10 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.nccl_job import (
-    ABORT_LEAVES,
     CAN_SUSPEND,
     LIMIT,
-    MIB,
     Meetings,
     eventually,
     held,
@@ -47,41 +45,6 @@ WARM = 5
 """Cycles after which each thread that creates groups has its store client."""
 ROWS, COLUMNS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 bound_or_not = pytest.mark.parametrize("bound", [True, False])
-
-
-@bound_or_not
-@pytest.mark.parametrize("how", ["eager", "canary", "recover"])
-@on_engines(2)
-def test_a_connected_group_is_not_connected_again(
-    engine: str, how: Any, bound: bool, rank: int
-) -> None:
-    """Torch connects a group that is bound to a device when it creates it: nothing leaks."""
-    start(rank, bound=bound)
-    group = dist.new_group([0, 1])
-    memory = set()
-    for _ in range(4):
-        assert summed(None, rank) == summed(group, rank) == 3.0
-        memory.add(used())
-        if how == "recover":
-            reloadpg.recovery.recover("a test")
-        else:
-            reloadpg.offload()
-            reloadpg.reload(connect=how)
-    assert len(memory) == 1
-
-
-@bound_or_not
-@on_engines(2)
-def test_an_eager_reload_connects_as_a_collective_does(engine: str, bound: bool, rank: int) -> None:
-    """NCCL connects in the first collective, in which ranks would wait for each other."""
-    start(rank, bound=bound)
-    group = dist.new_group([0, 1])
-    assert summed(None, rank) == summed(group, rank) == 3.0
-    live = used()
-    reloadpg.offload()
-    reloadpg.reload(connect="eager")
-    assert used() == live
-    assert summed(None, rank) == summed(group, rank) == 3.0
 
 
 @pytest.mark.parametrize("how", ["eager", "canary", "recover"])
@@ -288,19 +251,14 @@ def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) 
     assert summed(None, rank) == 3.0
 
 
-ENDS = (
-    *(reloadpg.RendezvousTimeoutError, reloadpg.PeerFailedError),
-    *(reloadpg.errors.ReleaseError, reloadpg.errors.RebuildError),
-)
-
-
-def cycle_with_overlapping_groups(rank: int, size: int, fault: Fault | None = None) -> list[str]:
-    """Three cycles, the second one with a fault; return the errors. Sums and memory are right."""
-    hangs = fault is not None and fault.action == "hang"
-    start(rank, strategy="suspend", **({"timeout": BOUND} if hangs else {}))
-    groups: list[tuple[Any, tuple[int, ...]]] = [(None, tuple(range(size)))]
+@pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend")
+@on_engines(4)
+def test_overlapping_groups_are_suspended(engine: str, rank: int) -> None:
+    """At the default parallelism; torch's own suspend holds Python's lock and would deadlock."""
+    start(rank, strategy="suspend")
+    groups: list[tuple[Any, tuple[int, ...]]] = [(None, (0, 1, 2, 3))]
     for number in (2, 3):
-        for members in itertools.combinations(range(size), number):
+        for members in itertools.combinations(range(4), number):
             group = dist.new_group(list(members), timeout=LIMIT)
             if rank in members:
                 groups.append((group, members))
@@ -309,50 +267,14 @@ def cycle_with_overlapping_groups(rank: int, size: int, fault: Fault | None = No
         """Check the sums of all groups; return the memory in use."""
         for group, members in groups:
             assert summed(group, rank) == sum(member + 1 for member in members)
-        return used() - standins.left_bytes() // MIB  # NCCL's, by an abort while suspended
+        return used()
 
-    before, errors = live(), []
-    for cycle in range(3):
-        injected = None
-        if cycle == 1 and fault is not None and rank == 0:
-            injected = standins.inject(fault)
-        for operation in (reloadpg.offload, reloadpg.reload):
-            try:
-                operation()
-            except ENDS as error:
-                errors.append(type(error).__name__)
-                if injected is not None:
-                    injected.clear()
-                operation()
-            assert operation is reloadpg.reload or fault or used() < before / 10
-        if injected is not None:
-            injected.clear()
-        if cycle == 1 and fault is not None and ABORT_LEAVES:
-            assert live() >= before
-            before = live()
+    before = live()
+    for _ in range(3):
+        reloadpg.offload()
+        assert used() < before / 10
+        reloadpg.reload()
         assert live() == before
-    return errors
-
-
-@pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend")
-@on_engines(4)
-def test_overlapping_groups_are_suspended(engine: str, rank: int) -> None:
-    """At the default parallelism; torch's own suspend holds Python's lock and would deadlock."""
-    assert cycle_with_overlapping_groups(rank, 4) == []
-
-
-@pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend")
-@on_engines(2)
-def test_the_report_says_how_much_host_memory_is_pinned(engine: str, rank: int) -> None:
-    start(rank, bound=True, strategy="suspend")
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
-    assert [summed(group, rank) for group in groups] == [3.0] * 2
-    live = standins.pinned_bytes()
-    report = reloadpg.offload()
-    assert report.pinned_bytes == standins.pinned_bytes() - live == report.released_bytes
-    assert report.pinned_bytes >= 2 * 480 * MIB
-    assert reloadpg.reload().pinned_bytes == 0
-    assert standins.pinned_bytes() == live
 
 
 @pytest.mark.skipif(
