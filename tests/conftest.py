@@ -22,9 +22,8 @@ if WORLD.startswith("nccl") and not os.path.exists("/dev/nvidiactl"):
     standins.enable()  # before torch is imported
 
 REWRITTEN = (
+    "consumer_run",
     "helpers.cli_process",
-    "helpers.consumer_run",
-    "helpers.consumer_tests",
     "helpers.fault_job",
     "helpers.program_ranks",
     "helpers.programs",
@@ -62,7 +61,6 @@ NOT_ON_NCCL = {
     "groups/test_while_offloaded.py::test_no_operation_succeeds_while_offloaded[monitored_bar": (
         "torch has it for gloo alone"
     ),
-    "consumers/test_simulated.py": "simulated",
     "lifecycle/test_bypassed.py": "gloo groups, which bypass by default",
     "lifecycle/test_faults.py": "faults of gloo; nccl/test_programs.py has NCCL's",
     "lifecycle/test_recover.py": "faults of gloo",

@@ -233,8 +233,7 @@ GLOO = """import torch
 torch.distributed.init_process_group("gloo")
 """
 
-# What the examples of pytorch/examples do: multi-GPU training with torchrun and DDP, FSDP2, and
-# tensor parallelism.
+# What the examples of pytorch/examples do: multi-GPU training with torchrun and DDP, and FSDP2.
 DDP = """
 import os
 
@@ -314,52 +313,9 @@ dist.new_group(group_desc="at the end")
 dist.destroy_process_group()
 """
 
-TENSOR_PARALLEL = """
-import os
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-size = int(os.environ["WORLD_SIZE"])
-if torch.accelerator.device_count() < 2:
-    print("Unable to locate sufficient 2 gpus to run this example. Exiting.")
-    raise SystemExit
-kind = torch.accelerator.current_accelerator().type
-mesh = init_device_mesh(kind, (size // 4, 4), mesh_dim_names=("dp", "tp"))
-assert size % 2 == 0, size
-print("rank", mesh.get_rank(), torch.accelerator.current_device_index())
-
-
-class Toy(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.in_proj = torch.nn.Linear(10, 32)
-        self.out_proj = torch.nn.Linear(32, 5)
-
-    def forward(self, x):
-        return self.out_proj(torch.relu(self.in_proj(x)))
-
-
-plan = {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
-model = parallelize_module(Toy().to(kind), mesh["tp"], plan)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, foreach=True)
-for step in range(3):
-    torch.manual_seed(step)
-    output = model(torch.rand(20, 10, device=kind))
-    output.sum().backward()
-    optimizer.step()
-print(float(output.sum()))
-dist.new_group(group_desc="at the end")
-if dist.is_initialized():
-    dist.destroy_process_group()
-"""
-
 SHAPES = {
     "DDP": (DDP, {"", "at the end"}),
     "FSDP2": (FSDP2, {"", "at the end"}),
-    "tensor parallel": (TENSOR_PARALLEL, {"", "mesh_dp", "mesh_tp", "at the end"}),
 }
 
 

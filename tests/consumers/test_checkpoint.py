@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from consumer_run import Consumer, ConsumerTests, Run, Setting, scratch
 from helpers import worlds
-from helpers.consumer_run import Run, Setting, scratch
-from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,18 +18,13 @@ from torch.distributed.tensor import DTensor
 
 
 def checkpoint_program(run: Run) -> dict[str, Any]:
-    """Train, save, go through a cycle, load into another model, compare; three times.
-
-    On the simulated accelerator through gloo groups, which bypass: asynchronously across the
-    offload, and synchronously while the other groups are offloaded.
-    """
-    simulated = run.backend == "sim"
+    """Train, save, go through a cycle, load into another model, compare; three times."""
     mesh = init_device_mesh(run.device.type, (run.world_size,))
-    ranks, backend = list(range(run.world_size)), "gloo" if simulated else run.backend
-    own, background = (dist.new_group(ranks, backend=backend) for _ in range(2))
+    ranks = list(range(run.world_size))
+    own, background = (dist.new_group(ranks, backend=run.backend) for _ in range(2))
     model, other = (fully_shard(nn.Linear(8, 4), mesh=mesh) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    groups = {"own": own} if simulated else {"world": None, "own": own}
+    groups = {"world": None, "own": own}
     results: list[Any] = []
 
     def full(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -39,7 +33,7 @@ def checkpoint_program(run: Run) -> dict[str, Any]:
             for key, value in module.state_dict().items()
         }
 
-    with scratch(run, own if simulated else None) as root:
+    with scratch(run) as root:
         for step in range(3):
             x = torch.randn(6, 8, generator=worlds.generator(10 * step + run.rank))
             model(x).square().mean().backward()
@@ -50,23 +44,15 @@ def checkpoint_program(run: Run) -> dict[str, Any]:
             for kind, group in groups.items():
                 dcp.save(state, checkpoint_id=at / kind, process_group=group)
             pending = dcp.async_save(state, checkpoint_id=at / "async", process_group=background)
-            if simulated:
-
-                def inside(state=state, at=at, pending=pending) -> None:
-                    dcp.save(state, checkpoint_id=at / "offloaded", process_group=own)
-                    pending.result()
-
-                run.cycle(inside)
-            else:
-                pending.result()
-                run.cycle()
-            for kind in (*groups, "async", *(["offloaded"] if simulated else [])):
+            pending.result()
+            run.cycle()
+            for kind in (*groups, "async"):
                 loaded = {"model": get_model_state_dict(other), "step": torch.tensor(-1)}
                 group = groups.get(kind, own)
                 dcp.load(loaded, checkpoint_id=at / kind, process_group=group)
                 set_model_state_dict(other, loaded["model"])
-                results.append({"kind": kind, "step": loaded["step"], "loaded": full(other)})
-            results.append({"kind": "trained", "step": torch.tensor(step), "loaded": full(model)})
+                results.append({kind: (loaded["step"], full(other))})
+            results.append({"trained": (torch.tensor(step), full(model))})
     return {"results": results}
 
 
@@ -75,5 +61,4 @@ class TestCheckpoint(ConsumerTests):
     # An asynchronous save needs a backend for the CPU, whose connections an offload leaves alone.
     plain = Setting(backend=worlds.WITH_CPU)
     reloaded = replace(plain, reloadable=True, backends=frozenset({worlds.BACKEND}))
-    kept = 2 * 2 if worlds.NCCL else 0
-    consumer = Consumer(checkpoint_program, 2, plain, reloaded, groups=3, kept_sockets=kept)
+    consumer = Consumer(checkpoint_program, 2, plain, reloaded, groups=3)

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from consumer_run import Consumer, ConsumerTests, Run
 from helpers import worlds
-from helpers.consumer_run import Run
-from helpers.consumer_tests import Consumer, ConsumerTests
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from consumer_run import Consumer, ConsumerTests, Run
 from helpers import worlds
-from helpers.consumer_run import Run
-from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -90,7 +89,4 @@ def ddp_program(run: Run) -> dict[str, Any]:
 
 @pytest.mark.matrix
 class TestDDP(ConsumerTests):
-    # A gloo Work keeps its communicator's connections open, and a reducer keeps the last Work on
-    # its map of unused parameters: a static graph its first, the other until its next step. Both
-    # are WORLD's, of 3 sockets a generation.
-    consumer = Consumer(ddp_program, 3, groups=2, kept_sockets=2 * 3)
+    consumer = Consumer(ddp_program, 3, groups=2)

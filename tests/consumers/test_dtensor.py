@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from consumer_run import Consumer, ConsumerTests, Run
 from helpers import worlds
-from helpers.consumer_run import Run
-from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (

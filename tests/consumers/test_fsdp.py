@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from consumer_run import Consumer, ConsumerTests, Run
 from helpers import worlds
-from helpers.consumer_run import Run
-from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from consumer_run import Consumer, ConsumerTests, Run, tables
 from helpers import worlds
-from helpers.consumer_run import Run, tables
-from helpers.consumer_tests import Consumer, ConsumerTests
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},

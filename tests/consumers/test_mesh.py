@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from helpers.consumer_run import Run
-from helpers.consumer_tests import Consumer, ConsumerTests
+from consumer_run import Consumer, ConsumerTests, Run
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 

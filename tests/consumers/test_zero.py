@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from consumer_run import Consumer, ConsumerTests, Run
 from helpers import worlds
-from helpers.consumer_run import Run
-from helpers.consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,21 +15,6 @@ from helpers import gpu_job
 from reloadpg.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_cycles_of_the_gpu_job() -> None:
-    """Memory, bits and the strategy."""
-    (seen,) = run_ranks(gpu_job.cycles, 1, args=("sim", 3, "recreate"), timeout=280)
-    assert (seen["source"], seen["equal"], seen["groups"]) == ("simulated", True, 4)
-    for row in seen["rows"]:
-        assert row["before"] - row["after"] == row["reported"] == row["before"]
-        assert row["strategies"] == ["recreate"]
-
-
-def test_options_of_the_gpu_job() -> None:
-    (seen,) = run_ranks(gpu_job.options, 1, args=("sim",), timeout=280)
-    assert seen["first"] == {"timeout": timedelta(seconds=77), "high": True}
-    assert seen["later"] == [seen["first"]] * 2
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -259,19 +258,13 @@ def other_contexts(device: torch.device) -> int | None:
 def options(rank: int, size: int, backend: str) -> dict[str, Any]:
     """Timeout and options of the backend, before and after two cycles."""
     device = start(rank, size, backend)
-    made: Any = SimpleNamespace(is_high_priority_stream=True)
-    if backend == "nccl":
-        made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        made.config.max_ctas = 4
+    made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    made.config.max_ctas = 4
     group = dist.new_group(list(range(size)), timeout=timedelta(seconds=77), pg_options=made)
 
     def seen() -> dict[str, Any]:
         dist.all_reduce(torch.ones(1, device=device), group=group)
-        inner = group._get_backend(device)
-        if backend != "nccl":
-            (info,) = [i for i in simulated.groups() if i.pg_options is made]
-            return {"timeout": inner.options._timeout, "high": info.pg_options is made}
-        found = inner.options
+        found = group._get_backend(device).options
         return {
             "timeout": found._timeout,
             "high": found.is_high_priority_stream,

@@ -38,7 +38,7 @@ from helpers.fault_job import (
     stop_interfering,
 )
 from helpers.programs import (
-    BRACKETS,
+    BRACKET,
     END_CALLS,
     UNTOUCHED,
     WORLD,
@@ -51,7 +51,7 @@ from helpers.programs import (
 )
 from helpers.repeating import repeat
 from helpers.watched_store import WatchedStore
-from reloadpg.environment import init_distributed, process_group_scope
+from reloadpg.environment import process_group_scope
 from reloadpg.testing import run_ranks, standins
 
 LIMIT = timedelta(seconds=60)
@@ -144,11 +144,10 @@ class Player:
         self._groups: dict[int, Any] = {}
         self._names: set[str] = set()
         self._keys: tuple[int, ...] = ()
-        cause = Injected("the cause") if "raises" in life.end else None
+        cause = Injected("the cause")
         try:
-            with self._block():
-                if not life.end.startswith("context"):
-                    self._init()
+            with process_group_scope(timeout=LIMIT) if life.end == BRACKET else nullcontext():
+                self._init()
                 self._hold(WORLD, dist.group.WORLD)
                 if life.bound and not self.program.on_nccl:
                     worlds.bind()
@@ -160,8 +159,7 @@ class Player:
                 self._end(life.end, cause)
         except Injected as error:
             assert error is cause
-        else:
-            assert cause is None
+            assert life.end == BRACKET
         gc.collect()
         self._assert_nothing_left()
         self.share()
@@ -178,17 +176,6 @@ class Player:
         assert not [name for name in self._names if tables.resolves_to(name) is not None]
         if self.program.on_nccl:
             assert eventually(lambda: standins.communicators() <= self._stuck)
-
-    def _block(self) -> Any:
-        if self._life.end.startswith("scope"):
-            return process_group_scope(timeout=LIMIT)
-        if not self._life.end.startswith("context"):
-            return nullcontext()
-        given: dict[str, Any] = {"device": "cpu"}
-        if self.program.on_nccl:
-            given = {"device": self._device()}
-            given |= {"device_id": self._device()} if self._life.bound else {}
-        return init_distributed(self.program.backend, store=self._store(), timeout=LIMIT, **given)
 
     def _init(self) -> None:
         where: dict[str, Any] = {}
@@ -215,14 +202,12 @@ class Player:
         self._groups[slot] = group
         self._names.add(group.group_name)
 
-    def _end(self, end: str, cause: Injected | None) -> None:
-        if end in BRACKETS:
+    def _end(self, end: str, cause: Injected) -> None:
+        if end == BRACKET:
             device = self._device() if self.program.on_nccl else None
             with c10d._coalescing_manager(self._groups[WORLD], device):
                 dist.all_reduce(self._tensor(1.0))
-                raise cause or AssertionError
-        if cause is not None:
-            raise cause
+                raise cause
         done: set[str] = set()
         for call in END_CALLS.get(end, ()):
             if call in ("abort", "shutdown"):
@@ -719,21 +704,12 @@ def play(rank: int, size: int, program: Program) -> None:
     Player(rank, program).play()
 
 
-def run(program: Program, **given: Any) -> None:
+def run(program: Program, **variables: str) -> None:
     """Play a program on new ranks."""
-    variables = {**program.variables, **given.pop("env", {})}
-    if program.on_nccl:
-        variables, given = {**VARIABLES, **variables}, {"standins": True, **given}
-    outcomes = run_ranks(
-        play,
-        program.size,
-        args=(program,),
-        env=variables,
-        timeout=float(os.environ.get("TTT", "500")),
-        store="parent",
-        check=not program.dead,
-        **given,
-    )
+    variables = {**VARIABLES, **program.variables, **variables}
+    given: dict[str, Any] = {"store": "parent", "standins": program.on_nccl, "timeout": 500}
+    given["check"] = not program.dead
+    outcomes = run_ranks(play, program.size, args=(program,), env=variables, **given)
     for outcome in outcomes if program.dead else ():
         killed = outcome.rank in program.dead
         shown = f"rank {outcome.rank}: {outcome.exception}\n{outcome.stack}"

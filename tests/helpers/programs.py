@@ -45,10 +45,9 @@ END_CALLS: dict[str, tuple[str, ...]] = {
     "shutdown, abort, abort all": ("shutdown", "abort", "_abort_process_group"),
 }
 """Ends of a job that are calls of torch's functions, and of the methods of each group."""
-BRACKETS = ("scope raises in a bracket", "context raises in a bracket")
-"""Ends by an error while a group coalesces collectives."""
-ENDS = (*END_CALLS, "scope", "scope raises", "context", "context raises", *BRACKETS)
-"""Also by ``process_group_scope`` and by ``init_distributed``."""
+BRACKET = "an error while a group coalesces"
+"""The end of a job whose ``process_group_scope`` is left by an error while WORLD coalesces."""
+ENDS = (*END_CALLS, BRACKET)
 
 
 ARGUMENTS = {"use": ((WORLD,), "all_reduce"), "reload": ("none",)}
@@ -304,7 +303,7 @@ def program_of(seed: int, lives: int = 4) -> Program:
         writer.create(tuple(range(size)))
         for _ in range(draw.randint(6, 16)):
             writer.add_any()
-        ends = [end for end in ENDS if not writer.state.released or end not in BRACKETS]
+        ends = [end for end in ENDS if not writer.state.released or end != BRACKET]
         made.append(Life(tuple(writer.steps), draw.random() < 0.5, draw.choice(ends)))
     return Program(size, (*made, AGAIN), options={"parallelism": draw.choice([1, 1, 8])})
 
@@ -452,7 +451,7 @@ def every_end(state: str, backend: str = "faulty", **options: Any) -> Program:
     """A life for each end, in a state of its groups, bound to a device and not."""
     lives: list[Life] = []
     for number, end in enumerate(ENDS):
-        if end in BRACKETS and state != "live":
+        if end == BRACKET and state != "live":
             continue
         writer = Writer(random.Random(number), 2)
         writer.create((0, 1))

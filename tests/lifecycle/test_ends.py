@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
-from helpers import ending
 from helpers.sampling import sampled
 
 pytestmark = pytest.mark.matrix
 
 PRELUDE = """
 import asyncio, atexit, os, signal, sys
+import torch.distributed as dist
+import reloadpg
+from reloadpg.testing import simulated
 from contextlib import nullcontext
 from datetime import timedelta
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -57,11 +58,6 @@ WAYS = {
     "SIGINT": "os.kill(os.getpid(), signal.SIGINT)",
     "_exit": "os._exit(4)",
     "suspended generator": "global kept; kept = rollouts(); next(kept)",
-    "generator of a failed loop": """
-    kept = rollouts()
-    for one in kept:
-        raise ValueError("of the program")
-    """,
     "coroutine": """
     async def work():
         with (reloadpg.offloaded() if INSTALLED else nullcontext()):
@@ -76,7 +72,6 @@ WAYS = {
 STATES = {
     "live": "",
     "offloaded": "call('offload')",
-    "reloaded": "call('offload'); call('reload')",
     "in the background": "call('offload'); pending = call('reload', wait=False)",
 }
 
@@ -94,45 +89,43 @@ class Ended(NamedTuple):
 Run = Callable[..., Ended]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
     """Runs a program as the two ranks of a job, until they have ended."""
-    server = subprocess.Popen(
-        [sys.executable, ending.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    stdin, stdout = server.stdin, server.stdout
 
     def run(
         body: str, *, installed: bool = True, backend: str = "gloo", seconds: float = 60
     ) -> Ended:
-        folder = tmp_path_factory.mktemp("ended")
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-        place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        files = [str(folder / str(rank)) for rank in range(2)]
-        job = {
-            "program": f"INSTALLED, BACKEND, SECONDS = {installed}, {backend!r}, {seconds}\n"
-            f"{PRELUDE}{body}",
-            "environments": [{**place, "RANK": str(rank)} for rank in range(2)],
-            "stderr": files,
-            "seconds": 120.0,
+        program = f"INSTALLED, BACKEND, SECONDS = {installed}, {backend!r}, {seconds}\n"
+        variables = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "WORLD_SIZE": "2",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
         }
-        print(json.dumps(job), file=stdin, flush=True)
-        codes = json.loads(stdout.readline())
-        return Ended(codes, [_plain(Path(file).read_text()) for file in files])
-
-    with server:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", f"{program}{PRELUDE}{body}"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**variables, "RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
         try:
-            yield run
+            said = [process.communicate(timeout=120)[0] for process in ranks]
         finally:
-            stdin.close()
-            server.wait(120)
+            for process in ranks:
+                process.kill()
+        return Ended([process.returncode for process in ranks], [*map(_plain, said)])
+
+    return run
 
 
 NOTICES = re.compile(
@@ -150,17 +143,10 @@ def _plain(stderr: str) -> str:
     return "\n".join(line for line in kept if not line.startswith("  "))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def without(run: Run) -> Callable[[str], Ended]:
-    """Runs a way to end without reloadpg, once."""
-    known: dict[str, Ended] = {}
-
-    def ended(way: str) -> Ended:
-        if way not in known:
-            known[way] = run(f"    {WAYS[way]}\nend()", installed=False)
-        return known[way]
-
-    return ended
+    """Runs a way to end without reloadpg."""
+    return lambda way: run(f"    {WAYS[way]}\nend()", installed=False)
 
 
 STARTS_NO_THREADS = sys.version_info[:2] == (3, 12)
@@ -168,11 +154,8 @@ STARTS_NO_THREADS = sys.version_info[:2] == (3, 12)
 
 NO_THREAD = "can't create new thread at interpreter shutdown"
 
-FAST = {"return"}
-"""Ways that the default suite has, in the state offloaded; all others are marked slow."""
-
 CASES = [
-    pytest.param(way, state, marks=[] if state == "offloaded" and way in FAST else pytest.mark.slow)
+    (way, state)
     for way in WAYS
     for state in STATES
     if not (way in BLOCKS and state == "in the background")

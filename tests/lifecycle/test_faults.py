@@ -104,7 +104,7 @@ def test_all_ranks_get_a_consistent_result_and_the_job_continues(name: str) -> N
     """The fault may be of any kind, at any point of an operation (failures 26 and 27)."""
     late = {"RELOADPG_LOG_WAIT_S": "0.6"}
     variables = late if name == "late ranks" else worlds.SILENCE
-    run(TABLES[name], env=variables)
+    run(TABLES[name], **variables)
 
 
 @pytest.mark.parametrize("seed", sampled(range(PROGRAMS), 0))
@@ -137,7 +137,7 @@ DEATHS["recover.agreed, rank 0"] = every_fault(
 @pytest.mark.parametrize("death", sampled(DEATHS, "offload.released"))
 def test_a_rank_that_dies_is_named_within_the_timeout(death: str) -> None:
     """It may die at any point; later recoveries name it as well (failures 14, 26, 27)."""
-    run(DEATHS[death], env=worlds.SILENCE)
+    run(DEATHS[death], **worlds.SILENCE)
 
 
 def one_dies_and_one_fails(rank: int, size: int) -> None:

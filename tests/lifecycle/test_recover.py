@@ -32,7 +32,6 @@ from helpers.sampling import sampled
 from torch.torch_version import TorchVersion
 
 import reloadpg
-from reloadpg.lifecycle.job import jobs
 from reloadpg.testing import simulated
 from reloadpg.testing.simulated import Fault
 
@@ -67,12 +66,6 @@ def collective_skipped(job: Job) -> None:
         assert "Timed out" in error or "onnection" in error
 
 
-def work_pending(job: Job) -> None:
-    """A rank starts a collective that no peer joins."""
-    if job.rank == FAULTY:
-        job.pending = dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)  # type: ignore[attr-defined]
-
-
 def groups_aborted(job: Job) -> None:
     """The program aborts the default group and another one on one rank."""
     if job.rank == FAULTY:
@@ -91,15 +84,6 @@ def offload_half_way(job: Job) -> None:
         with pytest.raises(reloadpg.PeerFailedError, match=f"rank {FAULTY} has called recover"):
             reloadpg.offload()
         assert job.states() == {"live"}
-
-
-def epochs_differ(job: Job) -> None:
-    """One rank has begun operations that the others have not."""
-    if job.rank == FAULTY:
-        job_of_rank = jobs.current("test")
-        assert job_of_rank is not None
-        for _ in range(3):
-            job_of_rank.rendezvous.open("offload", ["enter"], 1.0)
 
 
 def coalescing_left_open(job: Job) -> None:
@@ -155,7 +139,7 @@ def abort_raises(job: Job) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Job], None], ...]] = {
     "core": (connections_cut, groups_aborted, collective_skipped, offloaded, offload_half_way),
-    "more": (work_pending, epochs_differ, coalescing_left_open, stopped),
+    "more": (coalescing_left_open, stopped),
     "sim": (collective_raises, collective_stalls, abort_raises),
 }
 

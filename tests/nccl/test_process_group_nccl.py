@@ -211,26 +211,6 @@ def test_a_reload_after_a_failed_recovery_rebuilds_all_backends_of_mixed_groups(
 
 
 @on_engines(2)
-def test_the_cpu_backend_of_a_mixed_group_works_while_it_is_offloaded(
-    engine: str, rank: int
-) -> None:
-    """Only NCCL's communicators are released and rebuilt."""
-    start(rank, backend="cpu:gloo,cuda:nccl")
-    group: Any = dist.new_group([0, 1])
-    summed(group, rank)
-    backend = group._get_backend(torch.device("cpu"))
-    reloadpg.offload(wait=False).result()
-    with pytest.raises(reloadpg.GroupOffloadedError):
-        summed(group, rank)
-    value = torch.ones(1)
-    dist.all_reduce(value, group=group)
-    assert (value.item(), standins.communicators()) == (2.0, 0)
-    reloadpg.reload(wait=False).result()
-    assert group._get_backend(torch.device("cpu")) is backend
-    assert summed(group, rank) == 3.0
-
-
-@on_engines(2)
 def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) -> None:
     """Its communicator holds the error: it is raised, and nothing is released."""
     start(rank, recoverable=True)

@@ -27,7 +27,7 @@ SUSPENDED = ["suspended"] * CAN_SUSPEND
 
 
 def play(program: Program, engine: str, **variables: str) -> None:
-    run(program, env={**engine_variables(engine), **variables})
+    run(program, **engine_variables(engine), **variables)
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
