@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.gpu_job import GROUPS, TIMEOUT, device_of, groups_of, start, sums, used
+from gpu_job import GROUPS, TIMEOUT, device_of, groups_of, start, sums, used
 
 import reloadpg
 

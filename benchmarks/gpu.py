@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 import _gpu_ranks  # noqa: E402
+import gpu_job  # noqa: E402 - from the tests
 import torch  # noqa: E402
 from _output import machine  # noqa: E402
-from helpers import gpu_job  # noqa: E402 - from the tests
 
 from reloadpg.testing import run_ranks, standins  # noqa: E402
 

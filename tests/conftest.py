@@ -23,7 +23,7 @@ if WORLD.startswith("nccl") and not os.path.exists("/dev/nvidiactl"):
 
 REWRITTEN = (
     "consumer_run",
-    "helpers.cli_process",
+    "cli.cli_process",
     "helpers.fault_job",
     "helpers.program_ranks",
     "helpers.programs",

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from helpers import worlds
 from helpers.documents import ROOT
-from helpers.stand_ins import BYTES, StandInSaver
 from helpers.worlds import sums_right
+from integrations.stand_ins import BYTES, StandInSaver
 
 import reloadpg
 from reloadpg.integrations import MemorySaver, colocated

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers.cli_process import LIMIT, environment
-from helpers.rank_files import write_rank
+from cli.cli_process import LIMIT, environment
+from cli.rank_files import write_rank
 
 import reloadpg
 from reloadpg.__main__ import main

@@ -4,7 +4,7 @@ import importlib.util
 import json
 
 import pytest
-from helpers.cli_process import LIMIT, called
+from cli.cli_process import LIMIT, called
 
 from reloadpg.cli import demo, main
 

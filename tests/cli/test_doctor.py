@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.cli_process import called, command, decoded
+from cli.cli_process import called, command, decoded
 
 import reloadpg
 from reloadpg.cli import doctor, main

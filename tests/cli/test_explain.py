@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import torch
-from helpers.cli_process import LIMIT, called, command, decoded, environment
+from cli.cli_process import LIMIT, called, command, decoded, environment
 
 import reloadpg
 from reloadpg.cli import main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.hanging_rank import hanging_rank
+import torch.distributed as dist
+from helpers import worlds
 
+import reloadpg
 from reloadpg.cli import main, records
 from reloadpg.cli.records import read_directory
 from reloadpg.cli.status import WAITING_S, JobView
@@ -35,6 +38,27 @@ def until(condition: Callable[[], object], job: Job | None = None) -> None:
         assert time.monotonic() < deadline, "the condition did not hold"
         assert job is None or not job.run.done(), job.run.result()
         time.sleep(0.05)
+
+
+def next_call(directory: str, rank: int, number: int) -> str:
+    """Wait for the name of the next function to call."""
+    path = Path(directory, f"call-{rank}-{number}")
+    while not path.exists():
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def hanging_rank(rank: int, size: int, directory: str) -> None:
+    """Call the functions of reloadpg that the files ``call-RANK-NUMBER`` name, until killed."""
+    if hasattr(os, "pidfd_open"):
+        del os.pidfd_open  # dead processes are not detected, as on other hosts
+    Path(directory, f"pid-{rank}").write_text(str(os.getpid()))
+    reloadpg.install(backends={worlds.BACKEND}, timeout=300.0)
+    worlds.init(store=dist.FileStore(f"{directory}/store", size), rank=rank, world_size=size)
+    dist.new_group(list(range(size)), group_desc="all of them")
+    for number in itertools.count():
+        getattr(reloadpg, next_call(directory, rank, number))()
+        Path(directory, f"done-{rank}-{number}").touch()
 
 
 class Job:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers.cli_process import command
+from cli.cli_process import command
 
 pytestmark = [
     pytest.mark.standins,

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from cli.rank_files import group, record, running, status, write_rank
 from helpers import reports
-from helpers.rank_files import group, record, running, status, write_rank
 
 import reloadpg
 from reloadpg.cli import main, records

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from helpers import gpu_job
+from gpu import gpu_job
 
 import reloadpg
 from reloadpg.integrations import colocated

@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from frameworks.ray_job import BOUND_S, RANKS, Trainer, a_ray, fit
 from helpers.launching import activation
-from helpers.ray_job import BOUND_S, RANKS, Trainer, a_ray, fit
 
 from reloadpg.errors import InvalidOptionError, ReloadpgError
 from reloadpg.integrations import ray as ours

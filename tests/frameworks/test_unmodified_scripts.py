@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.launching import HELPERS, HERE, activation, ranks_of, torchrun
+from helpers.launching import HERE, activation, ranks_of, torchrun
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_a_script_trains_to_the_same_bits_with_three_cycles_around_it(
     plain.mkdir()
     cycled.mkdir()
     torchrun(2, script, plain)
-    torchrun(2, HELPERS / "cycling.py", cycled, script, cycled, **activation(cycled))
+    torchrun(2, HERE / "cycling.py", cycled, script, cycled, **activation(cycled))
     ranks = ranks_of(plain, "training")
     assert ranks_of(cycled, "training") == ranks
     # So that the comparison proves something: the losses differ and fall, the weights are equal.

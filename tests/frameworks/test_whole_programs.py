@@ -120,7 +120,7 @@ def test_a_program_with_a_cycle_after_every_step_is_bit_equal(
     folders = [tmp_path / "plain", tmp_path / "cycled"]
     plain = run(program, folders[0])
     assert plain.codes == [0] * program.ranks, plain
-    cycled = run(program, folders[1], HELPERS / "cycling.py", folders[1], "--every-step")
+    cycled = run(program, folders[1], HERE / "cycling.py", folders[1], "--every-step")
     assert cycled == plain
     before, after = (ranks_of(folder, "training") for folder in folders)
     assert len(before) == program.ranks

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from helpers import gpu_job
+from gpu import gpu_job
 
 from reloadpg.testing import run_ranks
 

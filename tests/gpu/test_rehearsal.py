@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import gpu_job
+from gpu import gpu_job
 
 from reloadpg.testing import run_ranks
 

@@ -213,7 +213,7 @@ def plain(value: Any) -> Any:
 # -- functions of torch.distributed ---------------------------------------------------------------
 
 Filled = tuple[Callable[[Case], Any], Callable[[Case, Any], tuple[Any, ...]]]
-"""What a call fills, made anew for each, and the arguments of the call."""
+"""A function that makes what a call fills, and one that gives the arguments of the call."""
 
 COLLECTIVES: dict[str, Filled] = {
     "all_reduce[complex]": (lambda c: c.own() * 1j, lambda c, t: (t,)),

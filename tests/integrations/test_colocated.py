@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from helpers import worlds
-from helpers.stand_ins import BYTES, Device, SglangEngine, StandInSaver, VllmEngine
 from helpers.worlds import sums_right
+from integrations.stand_ins import BYTES, Device, SglangEngine, StandInSaver, VllmEngine
 
 import reloadpg
 from reloadpg.integrations import ColocationError, MemorySaver, colocated

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from helpers import worlds
-from helpers.stand_ins import BYTES
 from helpers.worlds import sums_right
+from integrations.stand_ins import BYTES
 
 import reloadpg
 from reloadpg.integrations import megatron

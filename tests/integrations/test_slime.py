@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import worlds
-from helpers.stand_ins import BYTES
 from helpers.worlds import sums_right
+from integrations.stand_ins import BYTES
 
 import reloadpg
 from reloadpg.integrations.slime import (

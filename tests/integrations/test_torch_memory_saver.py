@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from helpers import worlds
-from helpers.stand_ins import BYTES, StandInSaver
 from helpers.worlds import sums_right
+from integrations.stand_ins import BYTES, StandInSaver
 
 import reloadpg
 from reloadpg.integrations import MemorySaver, colocated

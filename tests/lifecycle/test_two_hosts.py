@@ -114,7 +114,11 @@ class Hosts:
             command += ["--rdzv-id", "two-hosts", "--local-addr", address]
             # Without it each host looks up its name, which is the same on both, and none serves.
             command += ["--rdzv-conf", f"is_host={address == addresses[0]}"]
-            command += [str(HELPERS / "two_hosts_job.py"), str(self.folder), *arguments]
+            command += [
+                str(Path(__file__).with_name("two_hosts_job.py")),
+                str(self.folder),
+                *arguments,
+            ]
             with (self.folder / f"{name}.log").open("wb") as log:
                 self.launchers.append(
                     subprocess.Popen(

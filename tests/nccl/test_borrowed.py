@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
 ]
 
-PACKAGES = Path(__file__).parents[1] / "helpers" / "packages"
+PACKAGES = Path(__file__).parent / "packages"
 
 
 def deep_ep() -> Any:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.nccl_calls import SUCCESS, Nccl
 from helpers.nccl_job import ENGINES, MIB, engine_variables
+from testing.nccl_calls import SUCCESS, Nccl
 
 from reloadpg.testing import run_ranks, standins
 

@@ -385,25 +385,6 @@ def test_a_crash_is_reported_before_an_earlier_exception(tmp_path: Path) -> None
     assert "JSONDecodeError" in message
 
 
-def exit_of_one(rank: int, world_size: int, directory: str) -> None:
-    """Rank 0 raises before rank 1 exits, as if a connection was closed."""
-    failed = Path(directory, "failed")
-    if rank == 0:
-        failed.touch()
-        raise OSError("the consequence")
-    while not failed.exists():
-        time.sleep(0.01)
-    time.sleep(0.3)  # without it the test can pass where the order is that of the failures
-    os._exit(4)
-
-
-def test_an_exit_is_reported_before_an_earlier_exception(tmp_path: Path) -> None:
-    """Like a crash: a process that ends without an exception is the likely cause."""
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(exit_of_one, 2, args=(str(tmp_path),), timeout=LIMIT)
-    assert str(caught.value).startswith("rank 1: exited with code 4 before the function returned")
-
-
 class SlowToFlush:
     def flush(self) -> None:
         time.sleep(0.5)

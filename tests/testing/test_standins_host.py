@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nccl_calls import SUCCESS, Nccl, Running
 from helpers.nccl_job import on_ranks
+from testing.nccl_calls import SUCCESS, Nccl, Running
 
 from reloadpg.testing import run_ranks, standins
 

@@ -1,9 +1,9 @@
 """DeepSpeed's engine (ZeRO 1, 2 and 3), and the block of ``reloadpg.integrations.deepspeed``."""
 
 import deepspeed
+import hook_results as results
 import torch
 import torch.distributed as dist
-from helpers import hook_results as results
 
 
 def main():

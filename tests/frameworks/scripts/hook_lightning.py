@@ -1,8 +1,8 @@
 """Lightning's Trainer (DDP), and the callback of ``reloadpg.integrations.lightning``."""
 
+import hook_results as results
 import lightning
 import torch
-from helpers import hook_results as results
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -1,8 +1,8 @@
 """transformers' Trainer (DDP), and the callback of ``reloadpg.integrations.transformers``."""
 
+import hook_results as results
 import torch
 import transformers
-from helpers import hook_results as results
 from torch.utils.data import TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 

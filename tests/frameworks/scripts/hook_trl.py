@@ -1,10 +1,10 @@
 """TRL's GRPOTrainer (DDP) with a rollout function, and ``reloadpg.integrations.trl`` around it."""
 
+import hook_results as results
 import torch
 import transformers
 import trl
 from datasets import Dataset
-from helpers import hook_results as results
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

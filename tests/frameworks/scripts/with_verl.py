@@ -4,11 +4,11 @@ import os
 from functools import partial
 from types import SimpleNamespace
 
+import hook_results as results
 import torch
 import torch.distributed as dist
 import transformers
 import verl
-from helpers import hook_results as results
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.plugin.platform import set_platform
 from verl.plugin.platform.platform_cuda import PlatformCUDA

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-
 from helpers.fault_job import Job, interfere, stop_interfering
 from helpers.program_ranks import Player
 from helpers.programs import Fault, Step, program_on_two_hosts

@@ -8,7 +8,6 @@ from threading import Thread
 from typing import Any
 
 import torch
-
 from helpers.nccl_job import Meetings, signals
 
 SUCCESS, INVALID_USAGE = 0, 5
