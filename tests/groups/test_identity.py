@@ -9,6 +9,7 @@ import os
 import pickle
 import socket
 import time
+import types
 import weakref
 from datetime import timedelta
 
@@ -19,10 +20,8 @@ from helpers import worlds
 from helpers.jobs import TIMEOUT, install, one_cycle, start
 from helpers.tables import (
     expected_sum,
-    holders,
     lengths,
     meet_at_rank_0,
-    mentions,
     resolves_to,
     summed,
     world_tables,
@@ -38,11 +37,43 @@ from reloadpg.extend import managed
 from reloadpg.rendezvous import store_client
 from reloadpg.testing import run_ranks
 
+_LEAVES = (str, bytes, int, float, bool, type(None), types.ModuleType, types.FunctionType, type)
+
 SPLITS = TorchVersion(torch.__version__) >= "2.15"
 
 
 # ---------------------------------------------------------------------------------------------
 # one program that creates groups in every way, with and without the library
+
+
+def mentions(target: object) -> list[str]:
+    """The places that hold an object: c10d's tables, and containers in the module's globals."""
+    found: list[str] = []
+    seen: set[int] = set()
+    names = {**vars(c10d), **world_tables()}
+    todo = [(name, value) for name, value in names.items() if not name.startswith("__")]
+    while todo:
+        path, value = todo.pop()
+        if value is target:
+            found.append(path)
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            todo += [(f"{path} (key)", key) for key in value]
+            todo += [(f"{path}[...]", item) for item in value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            todo += [(f"{path}[...]", item) for item in value]
+    return sorted(found)
+
+
+def holders(target: object) -> list[str]:
+    """Types of Python objects that refer to an object, without frames."""
+    return sorted(
+        type(referrer).__name__
+        for referrer in gc.get_referrers(target)
+        if not isinstance(referrer, types.FrameType)
+    )
 
 
 def _make_groups(rank):

@@ -19,8 +19,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -28,7 +28,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
 from helpers import faulty_gloo, worlds
@@ -411,30 +410,6 @@ def connections() -> set[int]:
                 if port not in ports:
                     found.add(descriptor)
     return found
-
-
-def cut(descriptors: set[int]) -> int:
-    """Shut down connections of another component; return their number."""
-    count = 0
-    for descriptor in descriptors:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.getpeername()  # raises for a listening socket
-            connection.shutdown(socket.SHUT_RDWR)
-            count += 1
-    return count
-
-
-@contextmanager
-def impatience(*groups: Any) -> Iterator[None]:
-    """Give collectives of these groups a short timeout within the block."""
-    for group in groups:
-        _set_pg_timeout(IMPATIENCE, group)
-    try:
-        yield
-    finally:
-        for group in groups:
-            with suppress(RuntimeError):
-                _set_pg_timeout(PATIENCE, group)
 
 
 def all_reduce(group: Any) -> None:

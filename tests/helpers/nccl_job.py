@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 import reloadpg
 from helpers.fault_job import eventually, meet
 from reloadpg.testing import standins
 
 CAN_SUSPEND = hasattr(torch._C._distributed_c10d.Backend, "suspend")
-CAN_SPLIT_MIXED = TorchVersion(torch.__version__) >= "2.13"
-"""Whether ``split_group`` supports a parent with several backends; 2.8.0 does not."""
 HAS_NCCL2 = hasattr(getattr(dist.distributed_c10d, "ProcessGroupNCCL2", None), "_comm_ptr")
 """Whether torch has a second implementation of the backend, which gives its communicators.
 

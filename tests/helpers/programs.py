@@ -408,12 +408,11 @@ def every_fault(
 
 
 DISTURBED = {
-    "offload": ("destroy",),
-    "first offload": ("abort",),  # of the communicators that torch has split, on 2.15
-    "reload": ("init",),
-    "recover": ("init",),
-    "suspend": ("suspend",),
-    "resume": ("resume",),
+    "offload": "destroy",
+    "reload": "init",
+    "recover": "init",
+    "suspend": "suspend",
+    "resume": "resume",
 }
 """Calls of NCCL in which a rank is stopped or killed; the tables on gloo have the barriers."""
 
@@ -428,13 +427,10 @@ def disturbed(operation: str, kind: str) -> Program:
     for ranks in TRIANGLE:
         writer.create(ranks)
     writer.use_all()
-    if operation != "first offload":
-        writer.add("recover")
-        writer.add("settle")
-    do = {"first offload": "offload", "suspend": "offload", "resume": "reload"}.get(
-        operation, operation
-    )
-    writer.part(do, Fault(DISTURBED[operation][0], kind), "canary")
+    writer.add("recover")  # what a process creates once exists from now on
+    writer.add("settle")
+    do = {"suspend": "offload", "resume": "reload"}.get(operation, operation)
+    writer.part(do, Fault(DISTURBED[operation], kind), "canary")
     steps = writer.steps
     if kind == "die":
         steps = steps[: next(n for n, step in enumerate(steps) if step.fault is not None) + 1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import time
-import types
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
-
-_LEAVES = (str, bytes, int, float, bool, type(None), types.ModuleType, types.FunctionType, type)
 
 
 def world_tables() -> dict[str, Any]:
@@ -26,36 +22,6 @@ def world_tables() -> dict[str, Any]:
 def lengths() -> dict[str, int]:
     """The number of entries of each table."""
     return {name: len(table) for name, table in world_tables().items() if hasattr(table, "__len__")}
-
-
-def mentions(target: object) -> list[str]:
-    """The places that hold an object: c10d's tables, and containers in the module's globals."""
-    found: list[str] = []
-    seen: set[int] = set()
-    names = {**vars(c10d), **world_tables()}
-    todo = [(name, value) for name, value in names.items() if not name.startswith("__")]
-    while todo:
-        path, value = todo.pop()
-        if value is target:
-            found.append(path)
-        if isinstance(value, _LEAVES) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            todo += [(f"{path} (key)", key) for key in value]
-            todo += [(f"{path}[...]", item) for item in value.values()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            todo += [(f"{path}[...]", item) for item in value]
-    return sorted(found)
-
-
-def holders(target: object) -> list[str]:
-    """Types of Python objects that refer to an object, without frames."""
-    return sorted(
-        type(referrer).__name__
-        for referrer in gc.get_referrers(target)
-        if not isinstance(referrer, types.FrameType)
-    )
 
 
 def resolves_to(name: str) -> Any:

@@ -42,9 +42,6 @@ NCCL = WORLD.startswith("nccl")
 SPLITS_EVERY_GROUP = NCCL and (BOUND or TorchVersion(torch.__version__) >= "2.15")
 """Whether torch splits each new group from the default group, which needs all ranks."""
 
-SPLIT_CLONES_STORE = NCCL and BOUND and TorchVersion(torch.__version__) < "2.15"
-"""Whether torch connects to the store again for each group that it splits."""
-
 BACKEND = "nccl" if NCCL else "gloo"
 """The backend of the default group, for ``install(backends={BACKEND})``."""
 

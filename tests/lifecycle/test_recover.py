@@ -6,7 +6,9 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -24,9 +26,7 @@ from helpers.fault_job import (
     attempt,
     base_store,
     connections,
-    cut,
     eventually,
-    impatience,
 )
 from helpers.sampling import sampled
 from torch.torch_version import TorchVersion
@@ -36,6 +36,31 @@ from reloadpg.testing import simulated
 from reloadpg.testing.simulated import Fault
 
 FAULTY = 1
+
+
+def cut(descriptors: set[int]) -> int:
+    """Shut down connections of another component; return their number."""
+    count = 0
+    for descriptor in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.getpeername()  # raises for a listening socket
+            connection.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+@contextmanager
+def impatience(*groups: Any) -> Iterator[None]:
+    """Give collectives of these groups a short timeout within the block."""
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(IMPATIENCE, group)
+    try:
+        yield
+    finally:
+        for group in groups:
+            with suppress(RuntimeError):
+                dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
+
 
 # -- faults before recover() -----------------------------------------------------------------------
 
