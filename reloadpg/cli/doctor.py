@@ -4,22 +4,20 @@ It can also run inside a program, with that program's state::
 
     from reloadpg.cli.doctor import diagnose
 
-    diagnosis = diagnose()
-    assert diagnosis.ok, str(diagnosis)
+    for finding in diagnose():
+        print(finding.level, finding.check, finding.message)
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -55,33 +53,12 @@ Findings = Iterator[Finding]
 Check = tuple[str, Callable[[], Findings]]
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """All findings, in the order of the checks."""
-
-    findings: Sequence[Finding]
-
-    @property
-    def ok(self) -> bool:
-        """True if there is no problem; warnings do not count."""
-        return not self.at("problem")
-
-    def at(self, level: str) -> list[Finding]:
-        return [finding for finding in self.findings if finding.level == level]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
-
-    def __str__(self) -> str:
-        return "\n".join(f"[{one.level}] {one.check}: {one.message}" for one in self.findings)
-
-
 def diagnose(
     script: str | os.PathLike[str] | None = None,
     *,
     environ: Mapping[str, str] | None = None,
     strategy: str | None = None,
-) -> Diagnosis:
+) -> list[Finding]:
     """Find causes that prevent offload and reload, in this process and its environment.
 
     Local; changes nothing except by importing the script's modules. Never raises because of a
@@ -119,7 +96,7 @@ def diagnose(
         except Exception as error:  # a torch that is too old or broken fails in many ways
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             findings.append(Finding(name, "note", f"could not be checked: {why}"))
-    return Diagnosis(findings)
+    return findings
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -148,21 +125,17 @@ def add(subcommands: Any) -> None:
         choices=STRATEGIES,
         help="the strategy of the job (default: that of the environment, or recreate)",
     )
-    parser.add_argument("--json", action="store_true", help="all findings as JSON")
     parser.set_defaults(run=_run, reports_variables=True)
 
 
 def _run(options: argparse.Namespace) -> int:
-    diagnosis = diagnose(options.script, strategy=options.strategy)
-    if options.json:
-        say(json.dumps(diagnosis.to_dict(), indent=1))
-    else:
-        say(_page(diagnosis, os.environ))
-    return 0 if diagnosis.ok else 1
+    findings = diagnose(options.script, strategy=options.strategy)
+    say(_page(findings, os.environ))
+    return int(any(one.level == "problem" for one in findings))
 
 
-def _page(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
-    """The diagnosis with what a bug report needs: versions, machine, settings and findings."""
+def _page(findings: Sequence[Finding], environ: Mapping[str, str]) -> str:
+    """The findings with what a bug report needs: versions, machine and settings."""
     from .. import __version__
 
     versions = [f"reloadpg {__version__}", f"Python {platform.python_version()}"]
@@ -170,15 +143,16 @@ def _page(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
         with suppress(PackageNotFoundError):
             versions.append(f"{name} {version_of(name)}")
     lines = [", ".join(versions), f"{platform.platform()}, {os.cpu_count()} cores", ""]
-    width = max(len(finding.check) for finding in diagnosis.findings)
-    for finding in diagnosis.findings:
+    width = max(len(finding.check) for finding in findings)
+    for finding in findings:
         level = f"[{finding.level}]".ljust(9)
         lines += finding.lines(f"  {level}  {finding.check.ljust(width)}  ")
     shown = [f"  {name}={environ[name]}" for name in sorted(environ) if name.startswith(REPORTED)]
     lines += ["", "settings:", *(shown or ["  none are set"])]
-    problems, warnings = len(diagnosis.at("problem")), len(diagnosis.at("warning"))
+    levels = [finding.level for finding in findings]
+    problems, warnings = levels.count("problem"), counted(levels.count("warning"), "warning")
     found = counted(problems, "problem") if problems else "No problem was found"
-    return "\n".join([*lines, "", f"{found}; {counted(warnings, 'warning')}."])
+    return "\n".join([*lines, "", f"{found}; {warnings}."])
 
 
 # -- torch and NCCL ---------------------------------------------------------------------------

@@ -4,15 +4,11 @@ Everything here is built on ``reloadpg.on_report`` and ``reloadpg.status()`` and
 ``reloadpg.install()`` starts it. A failure here, such as a full disk, is one warning in the log and
 never an error of the job.
 
-* ``RELOADPG_STATUS_DIR``, or :func:`publish_status`: one status file per rank in a directory, for
-  ``reloadpg status``.
+* ``RELOADPG_STATUS_DIR``: one status file per rank in a directory, for ``reloadpg status``.
 * Records of the logger ``reloadpg`` and its children have an attribute ``rank``
   (:func:`name_rank_in_records`).
 """
 
-import torch  # noqa: F401 - first: RELOADPG_AUTOINSTALL installs at its end
-
 from .logs import RankHandler, name_rank_in_records
-from .publish import Publisher, publish_status
 
-__all__ = ["Publisher", "RankHandler", "name_rank_in_records", "publish_status"]
+__all__ = ["RankHandler", "name_rank_in_records"]

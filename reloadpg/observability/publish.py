@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import logging
 import os
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import reloadpg
 from reloadpg import on_report
@@ -32,27 +30,30 @@ from reloadpg.extend import (
     collectives_begun,
     is_inherited,
     managed_groups,
+    register,
     running,
 )
 from reloadpg.processes import process_table, start_of
-from reloadpg.reports import Report
+from reloadpg.reports import Report, Status
 from reloadpg.settings import STATUS_DIR
 
 from .logs import current_rank, name_rank_in_records
-
-VERSION = 1
-"""Version of the record's format."""
+from .record import VERSION, Collectives, RankRecord
 
 HEARTBEAT_S = 1.0
-_LASTING = ("rank", "world_size", "generation", "cycles", "groups", "memory_bytes", "last_error")
-"""Values of a status that are kept after the job's groups were destroyed."""
 _LAST_WRITE_S = 0.5
 """Maximum number of seconds that the exit of the process waits for the last record."""
 
 _STILL_S = 2.0
 """Seconds without a new collective after which the record contains the main thread's stack."""
+_MOST_FRAMES, _MOST = 24, 8
+"""Maximum number of stack frames, and of flight recorder entries, in a record."""
 
 logger = logging.getLogger("reloadpg")
+
+_publishers: dict[int, Publisher] = {}
+"""The publisher of this process, by its id. A forked child inherits that of its parent, which has
+no thread there."""
 
 
 def start() -> None:
@@ -62,56 +63,89 @@ def start() -> None:
     a forked child gets the same.
     """
     name_rank_in_records()
+    directory = os.environ.get(STATUS_DIR)
+    if not directory or os.getpid() in _publishers:
+        return
     try:
-        publish_status()
+        publisher = Publisher(Path(directory), forked=bool(_publishers))
+        if _publishers.setdefault(os.getpid(), publisher) is publisher:
+            publisher.start()
     except Exception as error:  # monitoring must not stop the job
         logger.warning("the status of this process will not be published: %s", error)
 
 
-def publish_status(directory: str | os.PathLike[str] | None = None) -> Callable[[], None]:
-    """Keep this process's status file up to date.
+class Publisher:
+    """Keeps this process's status file up to date, from a separate thread.
 
-    Local; non-blocking; idempotent for the same directory. A forked child does not continue it,
-    since the file belongs to its parent.
+    The status is read at the start and end of operations, in their thread, and between operations
+    by the publisher's: it contains the memory of communicators, which an operation may be
+    releasing. The progress of a running operation is read whenever the record is written.
 
     Args:
-        directory: the directory; None reads the variable ``RELOADPG_STATUS_DIR``, and does nothing
-            if it is not set.
-
-    Returns:
-        A function that stops it; idempotent. The file is kept.
-    """
-    where = os.fspath(directory) if directory is not None else os.environ.get(STATUS_DIR, "")
-    if not where:
-        return lambda: None
-    return _process.publish(Path(where))
-
-
-class StatusRecord:
-    """The record of this process: its status, and the report of its last operation.
-
-    Updated at the start and end of operations, in their thread, and by :meth:`refresh` from any
-    thread. The progress of a running operation is read whenever the record is read.
-
-    Attributes:
-        changed: called after a change, in the thread that made it; must not block.
+        directory: directory of the file; created if missing.
+        heartbeat: seconds between two writes without a change.
+        forked: whether the default group and the launcher's variables belong to the parent.
     """
 
-    def __init__(self, *, forked: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, heartbeat: float = HEARTBEAT_S, forked: bool = False
+    ) -> None:
+        self.directory = directory
+        self._heartbeat = heartbeat
         self._forked = forked
-        self._report: Report | None = None
+        self._status: Status | None = None
         self._last_ms: dict[str, float] = {}
-        self._status: dict[str, Any] = {}
-        self._seen: tuple[Any, ...] | None = None
-        self._host = socket.gethostname()
-        self._begun: dict[str, int] = {}
-        self._begun_at = time.time()
-        self.changed: Callable[[], object] = _ignore
-        on_report(self._note)
-        callbacks.begin.append(self._begin)
+        self._begun, self._begun_at = dict[str, int](), time.time()
+        self._callbacks = ExitStack()
+        self._wake = threading.Event()
+        self._ended = self._exiting = self._trouble = False
+        self._path: Path | None = None
+        self._thread = LibraryThread(target=self._run, name="reloadpg-status", daemon=True)
 
-    @property
-    def rank(self) -> int | None:
+    def start(self) -> None:
+        """Start to write. Call it once."""
+        self._callbacks.callback(on_report(self._note))
+        self._callbacks.callback(register(callbacks.begin, self._begin))
+        atexit.register(self._exit, os.getpid())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write a last time and stop; waits at most half a second. Idempotent."""
+        self._callbacks.close()
+        atexit.unregister(self._exit)
+        self._ended = True
+        self._wake.set()
+        self._thread.join(_LAST_WRITE_S)
+
+    def _exit(self, pid: int) -> None:
+        if pid == os.getpid():  # not in a forked child
+            self._exiting = True
+            self.stop()
+
+    # -- the status -----------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Record the groups at the start of an operation; no other thread does while it runs."""
+        try:
+            self._look()
+        except Exception as error:  # monitoring must not stop the job
+            logger.warning("the status record is not up to date: %s", error)
+        self._wake.set()
+
+    def _note(self, report: Report) -> None:
+        self._last_ms[report.operation] = report.total_ms
+        self._look()
+        self._wake.set()
+
+    def _look(self) -> None:
+        """Read the status. After the default group was destroyed, that of its job is kept."""
+        status = reloadpg.status()
+        if self._status is None or status.initialized or not self._status.initialized:
+            self._status = status
+
+    # -- the record -----------------------------------------------------------------------------
+
+    def _rank(self) -> int | None:
         """This process's rank; None if unknown.
 
         A forked child ignores the inherited group and environment. It has a rank only from a group
@@ -122,154 +156,51 @@ class StatusRecord:
             return None
         return current_rank() if world is None else world.rank()
 
-    def refresh(self) -> None:
-        """Update the status if groups were created or destroyed. Local, non-blocking, thread-safe.
+    def _record(self, rank: int, status: Status) -> RankRecord:
+        errors = (status.last_error, *(group.last_error for group in status.groups))
+        return RankRecord(
+            version=VERSION,
+            rank=rank,
+            world_size=status.world_size,
+            state=_state(status),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=start_of(os.getpid()),
+            process_table=process_table(),
+            time=time.time(),
+            generation=status.generation,
+            groups=len(status.groups),
+            memory_bytes=status.memory_bytes,
+            error=next((text.strip().partition("\n")[0] for text in errors if text.strip()), ""),
+            timeout_s=status.options.get("timeout_s"),
+            last_ms=self._last_ms.copy(),
+            running=running(),
+            collectives=self._collectives(),
+            absent="exited" if self._exiting else "",
+        )
 
-        Does nothing while an operation runs or begins: a status reads the memory of communicators,
-        which another thread may be releasing. The operation's report follows.
-        """
-        with between_operations() as free:
-            if free:
-                self._update()
-
-    def text(self, *, exiting: bool = False) -> str:
-        """The record as JSON, with the current time; ``exiting`` marks the last one.
-
-        Built by the thread that writes it, not by the job's.
-        """
-        status, report, operation = self._status, self._report, running()
-        record = {
-            "version": VERSION,
-            "pid": os.getpid(),
-            "started": start_of(os.getpid()),
-            "process_table": process_table(),
-            "rank": self.rank,
-            "world_size": status.get("world_size"),
-            "host": self._host,
-            "time": time.time(),
-            "exited": exiting,
-            "running": None if operation is None else operation.details(),
-            "collectives": self._collectives(),
-            "installed": bool(status.get("installed", reloadpg.is_installed())),
-            "status": status,
-            "last_report": None if report is None else report.details(),
-            "last_ms": dict(self._last_ms),
-        }
-        return json.dumps(record, default=str)
-
-    def _collectives(self) -> dict[str, Any]:
-        """The collectives started: numbers by group, Unix time of the last one, and, some seconds
-        later, the main thread's stack and what NCCL's flight recorder lists as not completed.
+    def _collectives(self) -> Collectives:
+        """The collectives started and, some seconds after the last one, where this rank is.
 
         Torch counts them, so this costs nothing. Uses no communicator while an operation runs.
         """
         with between_operations() as free:
             if free and (begun := collectives_begun(managed_groups())) != self._begun:
                 self._begun, self._begun_at = begun, time.time()
-        found: dict[str, Any] = {"begun": self._begun, "since": self._begun_at}
-        if time.time() - self._begun_at >= _STILL_S:
-            found |= {
-                "stack": _main_stack(),
-                "unfinished": inspection.unfinished_collectives(_MOST),
-            }
-        return found
+        if time.time() - self._begun_at < _STILL_S:
+            return Collectives(self._begun, self._begun_at)
+        unfinished = tuple(inspection.unfinished_collectives(_MOST))
+        return Collectives(self._begun, self._begun_at, _main_stack(), unfinished)
 
-    def _begin(self) -> None:
-        """Record the groups at the start of an operation; no other thread does while it runs."""
-        if self.changed is _ignore:
-            return
-        try:
-            self._update()
-            self.changed()
-        except Exception as error:  # monitoring must not stop the job
-            logger.warning("the status record is not up to date: %s", error)
-
-    def _note(self, report: Report) -> None:
-        self._report = report
-        self._last_ms[report.operation] = report.total_ms
-        self._seen = None
-        if self.changed is not _ignore:  # status() takes up to some ms, so only if it is published
-            self._update()
-
-    def _update(self) -> None:
-        """Read the status if groups were created or destroyed, or an operation has ended."""
-        seen = reloadpg.is_installed(), id(tables.world()), len(tables.known_groups())
-        if seen == self._seen:
-            return
-        status = reloadpg.status().details()
-        if self._status.get("world_size") and not status["initialized"]:
-            # The default group was destroyed; keep the last values of its job.
-            status |= {name: self._status[name] for name in _LASTING}
-        self._status = status
-        self._seen = seen
-        self.changed()
-
-
-def _main_stack() -> list[str]:
-    """The Python stack of the main thread, innermost first. Local, from any thread.
-
-    Uses faulthandler: reading the frames of other threads can deadlock or crash (python#106883).
-    """
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        threads = file.read().split("\n\n")
-    mine = f"{threading.main_thread().ident:x} "
-    for thread in threads:
-        head, *lines = thread.strip().splitlines() or [""]
-        if mine in head:
-            return [line.strip() for line in lines[:_MOST_FRAMES]]
-    return []
-
-
-_MOST_FRAMES, _MOST = 24, 8
-"""Maximum number of stack frames, and of flight recorder entries, in a record."""
-
-
-def _ignore() -> None:
-    """Do nothing: called for changes while there is no subscriber."""
-
-
-class Publisher:
-    """Writes the status file from a separate thread.
-
-    Args:
-        directory: directory of the file; created if missing.
-        heartbeat: seconds between two writes without a change.
-    """
-
-    def __init__(self, directory: Path, *, heartbeat: float = HEARTBEAT_S) -> None:
-        self.directory = directory
-        self._heartbeat = heartbeat
-        self._record = process_record()
-        self._wake = threading.Event()
-        self._ended = self._exiting = False
-        self._trouble = False
-        self._path: Path | None = None
-        self._thread = LibraryThread(target=self._run, name="reloadpg-status", daemon=True)
-
-    def start(self) -> None:
-        """Start to write. Call it once."""
-        self._record.changed = self._wake.set
-        self._thread.start()
-
-    def stop(self, *, exiting: bool = False) -> None:
-        """Write a last time and stop; waits at most half a second. Idempotent.
-
-        With ``exiting``, the last record says that the process has exited.
-        """
-        self._exiting = exiting
-        self._ended = True
-        self._wake.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            for _ in range(10):  # a pause of the machine consumes only one part of the timeout
-                self._thread.join(_LAST_WRITE_S / 10)
+    # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             ended = self._ended
             try:
-                self._record.refresh()
+                with between_operations() as free:
+                    if free:
+                        self._look()
                 self._write()
                 self._trouble = False
             except Exception as error:  # the directory may come back
@@ -287,14 +218,41 @@ class Publisher:
             self._wake.clear()
 
     def _write(self) -> None:
-        rank = self._record.rank
-        if rank is None:
-            return  # the rank is unknown
+        rank, status = self._rank(), self._status
+        if rank is None or status is None:
+            return
         path = self.directory / f"rank-{rank}.json"
-        replace_file(path, self._record.text(exiting=self._exiting))
+        replace_file(path, self._record(rank, status).to_json())
         if self._path not in (None, path):  # the launcher had given another rank
             self._path.unlink(missing_ok=True)  # type: ignore[union-attr]
         self._path = path
+
+
+def _state(status: Status) -> str:
+    """The state of this rank; of each set, if it has groups in several."""
+    if not status.installed:
+        return "off" if status.off else "not installed"
+    if tables.world() is None:
+        return "no group yet"
+    sets = [f"{name} {one.state}" for name, one in status.sets.items() if one.groups]
+    return ", ".join(sets) if len(sets) > 1 else status.state
+
+
+def _main_stack() -> tuple[str, ...]:
+    """The Python stack of the main thread, innermost first. Local, from any thread.
+
+    Uses faulthandler: reading the frames of other threads can deadlock or crash (python#106883).
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threads = file.read().split("\n\n")
+    mine = f"{threading.main_thread().ident:x} "
+    for thread in threads:
+        head, *lines = thread.strip().splitlines() or [""]
+        if mine in head:
+            return tuple(line.strip() for line in lines[:_MOST_FRAMES])
+    return ()
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -321,58 +279,3 @@ def replace_file(path: Path, text: str) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-class _Process:
-    """The published record of this process. Reset in a forked child."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._record: StatusRecord | None = None
-        self._publisher: Publisher | None = None
-        self._hooked = self._forked = False
-
-    def record(self) -> StatusRecord:
-        """The record of this process, created on first use. Local."""
-        if self._record is not None:  # without the lock, which publish has
-            return self._record
-        with self._lock:
-            if self._record is None:
-                self._record = StatusRecord(forked=self._forked)
-            if not self._hooked:
-                os.register_at_fork(after_in_child=self._after_fork)
-                atexit.register(self._end)
-                self._hooked = True
-            return self._record
-
-    def publish(self, directory: Path) -> Callable[[], None]:
-        self.record()
-        with self._lock:
-            before = publisher = self._publisher
-            if publisher is None or publisher.directory != directory:
-                publisher = self._publisher = Publisher(directory)
-                publisher.start()
-        if before is not None and before is not publisher:
-            before.stop()
-        return lambda: self._stop(publisher)
-
-    def _stop(self, publisher: Publisher) -> None:
-        with self._lock:
-            if self._publisher is publisher:
-                self._publisher = None
-        publisher.stop()
-
-    def _end(self) -> None:
-        if self._publisher is not None:
-            self._publisher.stop(exiting=True)
-
-    def _after_fork(self) -> None:
-        # The publisher's thread does not exist in the child, and the lock may stay locked. The
-        # registry has dropped the parent's callbacks, too.
-        self._lock = threading.Lock()
-        self._record = self._publisher = None
-        self._forked = True
-
-
-_process = _Process()
-process_record = _process.record

@@ -168,10 +168,10 @@ def test_doctor_names_what_is_missing() -> None:
     def case() -> str:
         remove(next(need for need in CORE if need.name == "_get_split_source"))
         remove(next(need for need in EXPECTED if need.name == "_resolve_process_group"))
-        lines = str(diagnose()).splitlines()
-        return "\n".join(line for line in lines if "torch names" in line)
+        found = [one for one in diagnose() if one.check == "torch names"]
+        return "\n".join(f"[{one.level}] {one.message}" for one in found)
 
     problem, warning = forked(case).splitlines()
-    assert problem.startswith("[problem] torch names: core is not available: torch.distributed.")
+    assert problem.startswith("[problem] core is not available: torch.distributed.")
     assert "_get_split_source (only the members of a group take part" in problem
-    assert warning.startswith("[warning] torch names: tests is not available: ")
+    assert warning.startswith("[warning] tests is not available: ")

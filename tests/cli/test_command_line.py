@@ -1,6 +1,5 @@
 """The command line as a whole."""
 
-import json
 import re
 import subprocess
 import sys
@@ -82,9 +81,9 @@ def test_doctor_and_status_work_without_torch(tmp_path):
     """``doctor`` says what is missing."""
     write_rank(tmp_path, 0, 1)
     bare = ("torch", "wrapt")
-    process = without(*bare, arguments=["status", str(tmp_path), "--json"])
+    process = without(*bare, arguments=["status", str(tmp_path)])
     assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout)["ranks"][0]["state"] == "live"
+    assert "1 of 1 ranks: 1 live" in process.stdout
     process = without(*bare, arguments=["doctor"])
     assert process.returncode == 1, process.stderr
     assert "[problem]  torch" in process.stdout

@@ -1,20 +1,20 @@
 """``doctor`` reports what prevents offload and reload."""
 
 import functools
-import json
 import logging
 import os
+import re
 import sys
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from cli.cli_process import called, command, decoded
+from cli.cli_process import called, command
 
 import reloadpg
 from reloadpg.cli import doctor, main
-from reloadpg.cli.doctor import Diagnosis, Finding, diagnose
+from reloadpg.cli.doctor import Finding, diagnose
 
 FOREIGN = """
 import functools
@@ -30,10 +30,14 @@ dist.new_group = another_library(dist.new_group)
 """
 
 
-def of(diagnosis, check, level=None):
-    """The messages of one check, in the JSON of the command or in a diagnosis."""
-    findings = diagnosis["findings"] if isinstance(diagnosis, dict) else diagnosis.findings
-    found = [Finding(**one) if isinstance(one, dict) else one for one in findings]
+FINDING = re.compile(r"  \[(\w+)\] +(\S+(?: \S+)*)  +(.*)")
+
+
+def of(found, check, level=None):
+    """The messages of one check, in the findings or on the page of the command."""
+    if isinstance(found, str):
+        shown = [one.groups() for one in map(FINDING.fullmatch, found.splitlines()) if one]
+        found = [Finding(name, level, message) for level, name, message in shown]
     return [one.message for one in found if one.check == check and level in (None, one.level)]
 
 
@@ -53,12 +57,10 @@ def test_all_problems_are_reported_at_once(modules):
 
     The script is not run, but the modules that it imports in a branch are imported.
     """
-    options = ["--strategy", "suspend", "--json"]
+    options = ["--strategy", "suspend"]
     script = modules / "train.py"
-    code, output = called("doctor", script, *options, cwd=modules, NCCL_CUMEM_ENABLE="0")
-    found = json.loads(output)
+    code, found = called("doctor", script, *options, cwd=modules, NCCL_CUMEM_ENABLE="0")
     assert code == 1
-    assert found["ok"] is False
     # Named by its code, though functools.wraps gave it torch's name and module.
     (message,) = of(found, "foreign wrapper", "problem")
     assert "torch.distributed.new_group" in message
@@ -76,13 +78,12 @@ def test_a_correct_environment_has_no_problem_and_no_warning():
         "RELOADPG_TIMEOUT_S": "7.5",
         "RELOADPG_BACKENDS": "gloo",
     }
-    process = command("doctor", "--json", **options)
-    found = decoded(process)
+    process = command("doctor", **options)
+    found = process.stdout
     assert process.returncode == 0, found
-    assert found["ok"] is True
-    assert {one["level"] for one in found["findings"]} <= {"ok", "note"}
-    checks = {one["check"] for one in found["findings"]}
-    assert checks >= {"torch", "device", "nccl", "nccl settings", "foreign wrapper", "launcher"}
+    assert found.endswith("\nNo problem was found; 0 warnings.\n")
+    for check in ("torch", "device", "nccl", "nccl settings", "foreign wrapper", "launcher"):
+        assert of(found, check)
     done = "installed: backends gloo, strategy recreate, timeout 7.5 s"
     assert of(found, "autoinstall", "ok") == [done]
 
@@ -90,8 +91,8 @@ def test_a_correct_environment_has_no_problem_and_no_warning():
 @pytest.mark.slow
 def test_a_failed_autoinstall_is_a_problem():
     """The reason is in the log."""
-    process = command("doctor", "--json", RELOADPG_AUTOINSTALL="1", RELOADPG_STRATEGY="bogus")
-    (message,) = of(decoded(process), "autoinstall", "problem")
+    process = command("doctor", RELOADPG_AUTOINSTALL="1", RELOADPG_STRATEGY="bogus")
+    (message,) = of(process.stdout, "autoinstall", "problem")
     assert message == "not installed in this process (RELOADPG_AUTOINSTALL='1')"
     assert "reloadpg: not installed" in process.stderr
     assert "RELOADPG_STRATEGY='bogus' is unknown" in process.stderr
@@ -124,12 +125,12 @@ def test_the_strategy_comes_from_the_option_or_the_environment():
 def test_unknown_variables_are_a_problem():
     """The message suggests a name that is near, otherwise it lists all."""
     diagnosis = diagnose(environ={"RELOADPG_STATUSDIR": "/tmp", "RELOADPG_BACKENDS": "gloo"})
-    (problem,) = [one for one in diagnosis.findings if one.check == "variables"]
+    (problem,) = [one for one in diagnosis if one.check == "variables"]
     assert problem.level == "problem"
     assert "RELOADPG_STATUSDIR (did you mean RELOADPG_STATUS_DIR?)" in problem.message
     assert problem.remedy == "correct the name or unset it"
     diagnosis = diagnose(environ={"RELOADPG_FOO": "1"})
-    (problem,) = [one for one in diagnosis.findings if one.check == "variables"]
+    (problem,) = [one for one in diagnosis if one.check == "variables"]
     assert "did you mean" not in problem.message
     assert "RELOADPG_TIMEOUT_S" in problem.remedy
 
@@ -154,7 +155,7 @@ def test_all_invalid_values_of_variables_are_problems():
 def test_the_page_has_what_a_bug_report_needs(monkeypatch, capsys):
     """Versions, settings by their prefixes, and findings; nothing else of the environment."""
     finding = Finding("torch", "warning", "what was found", "what to do")
-    monkeypatch.setattr("reloadpg.cli.doctor.diagnose", lambda *_, **__: Diagnosis([finding]))
+    monkeypatch.setattr("reloadpg.cli.doctor.diagnose", lambda *_, **__: [finding])
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("AWS_SECRET", "hidden")
     assert main(["doctor"]) == 0
@@ -203,14 +204,14 @@ def test_a_module_or_script_that_cannot_be_imported_is_reported(modules, monkeyp
     assert "broken.py cannot be read: invalid syntax" in of(broken, "script", "problem")[0]
     for name, text in (("job.sh", "torchrun train.py\n"), ("job", "#!/bin/sh\nexec torchrun\n")):
         (modules / name).write_text(text)
-        [problem] = [one for one in diagnose(modules / name).findings if one.check == "script"]
+        [problem] = [one for one in diagnose(modules / name) if one.check == "script"]
         assert problem.remedy == "pass a Python script; for a shell script, the one that it starts"
     (modules / "imports.py").write_text("import exits\nimport no_such_module_anywhere\n")
     diagnosis = diagnose(modules / "imports.py")
     warnings = of(diagnosis, "script", "warning")
     assert warnings[0] == "exits cannot be imported: SystemExit: no GPU here"
     assert warnings[1].startswith("no_such_module_anywhere cannot be imported: ModuleNotFound")
-    assert [one for one in diagnosis.findings if one.check == "launcher"]
+    assert [one for one in diagnosis if one.check == "launcher"]
 
 
 @pytest.mark.parametrize("function", doctor.CREATORS)
@@ -265,10 +266,10 @@ def test_the_launcher_is_named_with_its_missing_variables():
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
-    (finding,) = [f for f in diagnose(environ=torchrun).findings if f.check == "launcher"]
+    (finding,) = [f for f in diagnose(environ=torchrun) if f.check == "launcher"]
     assert finding.message.startswith("torchrun: rank 1 of 2")
     del torchrun["WORLD_SIZE"]
-    (finding,) = [f for f in diagnose(environ=torchrun).findings if f.check == "launcher"]
+    (finding,) = [f for f in diagnose(environ=torchrun) if f.check == "launcher"]
     assert finding.level == "problem"
     assert "WORLD_SIZE" in finding.message
 
@@ -276,7 +277,7 @@ def test_the_launcher_is_named_with_its_missing_variables():
 @pytest.mark.parametrize(("level", "code"), [("problem", 1), ("warning", 0), ("note", 0)])
 def test_exit_codes(monkeypatch, capsys, level, code):
     finding = Finding("torch", level, "what was found", "what to do")
-    monkeypatch.setattr("reloadpg.cli.doctor.diagnose", lambda *_, **__: Diagnosis([finding]))
+    monkeypatch.setattr("reloadpg.cli.doctor.diagnose", lambda *_, **__: [finding])
     assert main(["doctor"]) == code
     assert f"[{level}]" in capsys.readouterr().out
 
@@ -288,7 +289,7 @@ def test_a_check_that_raises_hides_no_other(monkeypatch):
         raise AttributeError("module 'torch' has no attribute 'distributed'")
 
     monkeypatch.setattr("reloadpg.cli.doctor.check_wrappers", broken)
-    found = diagnose().findings
+    found = diagnose()
     assert ("foreign wrapper", "note") in [(one.check, one.level) for one in found]
     assert "launcher" in [one.check for one in found]
 

@@ -239,7 +239,7 @@ def test_install_refuses_torchcomms(monkeypatch):
     ):
         reloadpg.install()
     assert not reloadpg.is_installed()
-    (finding,) = [line for line in diagnose().findings if line.check == "torchcomms"]
+    (finding,) = [line for line in diagnose() if line.check == "torchcomms"]
     assert finding.level == "problem"
     assert "Unset the variable" in finding.remedy
 

@@ -69,7 +69,7 @@ def test_every_call_does_nothing(installs: bool, rank: int) -> None:
 
 
 def test_doctor_says_so() -> None:
-    findings = diagnose(environ={**os.environ, **OFF}).findings
+    findings = diagnose(environ={**os.environ, **OFF})
     assert [one.level for one in findings if "RELOADPG=off" in one.message] == ["warning"]
 
 

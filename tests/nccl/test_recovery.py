@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +16,8 @@ from helpers.nccl_job import on_engines
 from helpers.repeating import repeat
 
 import reloadpg
-from reloadpg.cli.records import read_directory
 from reloadpg.cli.status import JobView
-from reloadpg.observability import publish_status
+from reloadpg.observability.record import read_directory
 
 pytestmark = [
     pytest.mark.standins,
@@ -43,8 +43,8 @@ def test_a_hang_shows_what_the_flight_recorder_has(engine: str, rank: int, tmp_p
     waiting = "rank 0 is in synchronize (torch/cuda/__init__.py:"
     unfinished = "; not completed: all_reduce [3], number 2 of group '0', scheduled"
     torch.cuda.set_device(rank)
+    os.environ["RELOADPG_STATUS_DIR"] = str(tmp_path)
     reloadpg.install()
-    end = publish_status(tmp_path)
     dist.init_process_group("nccl")
     reloadpg.offload()
     reloadpg.reload()  # the recorder has the generation in the group's name
@@ -52,12 +52,11 @@ def test_a_hang_shows_what_the_flight_recorder_has(engine: str, rank: int, tmp_p
     dist.all_reduce(tensor)
     remedy = ""
     while rank == 1 and (waiting not in remedy or unfinished not in remedy):
-        found = JobView(read_directory(tmp_path)).lasting_findings()
+        found = JobView(read_directory(tmp_path)).findings
         remedy = "".join(one.remedy for one in found if one.check == "collective")
         time.sleep(0.2)  # between two looks
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
-    end()
     assert rank == 0 or unfinished in remedy.partition(waiting)[2]
 
 
@@ -68,8 +67,8 @@ def test_a_receive_that_waits_for_its_send_is_shown(engine: str, rank: int, tmp_
     A record that was written while rank 0 read the files has a position in the reading.
     """
     torch.cuda.set_device(rank)
+    os.environ["RELOADPG_STATUS_DIR"] = str(tmp_path)
     reloadpg.install()
-    end = publish_status(tmp_path)
     dist.init_process_group("nccl")
     tensor = torch.ones(3, device="cuda")
     dist.all_reduce(tensor)
@@ -80,13 +79,12 @@ def test_a_receive_that_waits_for_its_send_is_shown(engine: str, rank: int, tmp_
             dist.send(tensor, 1)
     found: list[str] = []
     while rank == 0 and "test_a_receive_that_waits" not in "".join(found):
-        findings = JobView(read_directory(tmp_path)).lasting_findings()
+        findings = JobView(read_directory(tmp_path)).findings
         found = [f"{one.message} {one.remedy}" for one in findings if one.check == "collective"]
         time.sleep(0.2)  # between two looks
     if rank == 0:
         dist.send(tensor, 1)
     torch.cuda.synchronize()
-    end()
     if rank == 0:
         head = "rank 1 in a collective, send or receive that has not completed; "
         assert found[0].startswith(head)

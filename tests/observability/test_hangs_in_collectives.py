@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg.cli.records import read_directory
 from reloadpg.cli.status import JobView
-from reloadpg.observability import publish_status
+from reloadpg.observability.record import read_directory
 
 LATE = 2
 
@@ -26,9 +26,9 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_group(rank: int, tmp_p
 
     Rank 2 skips a collective, and polls the findings until they name it.
     """
+    os.environ["RELOADPG_STATUS_DIR"] = str(tmp_path)
     reloadpg.install(backends={"gloo"})
     worlds.init("gloo")
-    end = publish_status(tmp_path)
     group: Any = dist.new_group(range(4), group_desc="ring")
     dist.all_reduce(torch.ones(1), group=group)
     dist.all_reduce(torch.ones(1))
@@ -41,11 +41,10 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_group(rank: int, tmp_p
         and found[0].remedy.startswith("rank 2 is in test_a_rank_that_skips")
     ):
         job = JobView(read_directory(tmp_path))
-        found = [one for one in job.lasting_findings() if one.check == "collective"]
+        found = [one for one in job.findings if one.check == "collective"]
         time.sleep(0.2)
     dist.all_reduce(torch.ones(1), group=group)
     worlds.barrier()
-    end()
     for one in found:
         assert one.level == "problem"
         assert one.message.startswith(f"ranks 0-1, 3 in collective 2 of group '{group.group_name}'")

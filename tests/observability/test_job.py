@@ -6,7 +6,6 @@ It offloads and reloads twice, and then fails an offload on all ranks and reload
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import threading
@@ -18,7 +17,8 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg import observability
+from reloadpg.observability import publish
+from reloadpg.observability.record import decoded
 
 
 @dataclass
@@ -41,9 +41,8 @@ def run(rank: int, directory: Path) -> Job:
     logging.getLogger().addHandler(printer)
     logging.getLogger("reloadpg").setLevel(logging.INFO)
 
+    os.environ["RELOADPG_STATUS_DIR"] = str(directory)
     reloadpg.install(backends={"gloo"})
-    observability.name_rank_in_records()
-    end_publishing = observability.publish_status(directory)
     reports: list[reloadpg.Report] = []
     reloadpg.on_report(reports.append)
 
@@ -58,7 +57,7 @@ def run(rank: int, directory: Path) -> Job:
     remove()
     reloadpg.offload()
     logging.getLogger("reloadpg.environment.somewhere").warning("a child's record")
-    end_publishing()
+    publish._publishers[os.getpid()].stop()
     for thread in _status_threads():
         thread.join(60)
     assert _status_threads() == []
@@ -82,30 +81,13 @@ def check_log(job: Job) -> None:
 
 def check_status_file(job: Job) -> None:
     """It has the last state and report."""
-    record = json.loads((job.directory / f"rank-{job.rank}.json").read_text())
-    assert set(record) == {
-        *(
-            "version",
-            "pid",
-            "started",
-            "process_table",
-            "rank",
-            "world_size",
-            "host",
-            "time",
-            "exited",
-            "installed",
-        ),
-        *("status", "last_report", "last_ms", "running", "collectives"),
-    }
-    assert (record["version"], record["rank"], record["world_size"]) == (1, job.rank, 2)
-    assert (record["pid"], record["installed"]) == (os.getpid(), True)
-    assert record["status"]["state"] == "offloaded"
-    assert [group["desc"] for group in record["status"]["groups"]] == ["default_pg", "pair"]
-    last = json.loads(job.reports[-1].to_json())
-    assert record["last_report"] == last
-    assert record["last_ms"] == {one.operation: one.total_ms for one in job.reports}
-    assert record["time"] >= last["started_at"] + last["total_ms"] / 1e3 - 0.01
+    record = decoded((job.directory / f"rank-{job.rank}.json").read_text())
+    assert (record.rank, record.world_size, record.pid) == (job.rank, 2, os.getpid())
+    assert (record.state, record.groups, record.generation) == ("offloaded", 2, 2)
+    assert record.error == ""  # the last operation raised none
+    assert record.last_ms == {one.operation: one.total_ms for one in job.reports}
+    last = job.reports[-1]
+    assert record.time >= last.started_at + last.total_ms / 1e3 - 0.01
 
 
 def check_reports(job: Job) -> None:

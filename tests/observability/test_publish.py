@@ -20,7 +20,6 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg import observability
 from reloadpg.observability import publish
 
 LIMIT_S = 120.0
@@ -64,20 +63,33 @@ def test_the_heartbeat_publishes_changes_between_operations(tmp_path: Path) -> N
     """The installation, groups that are created and destroyed, and the time."""
     path = tmp_path / "new" / "rank-0.json"
 
-    def descs() -> list[str]:
-        return [group["desc"] for group in read(path)["status"]["groups"]]
+    def shown() -> tuple[str, int]:
+        return read(path)["state"], read(path)["groups"]
 
     with publishing(path.parent):
         until(lambda: read(path))  # the launcher's rank is known before any group is
-        assert not read(path)["installed"]
+        assert shown() == ("not installed", 0)
         _single_rank()
-        until(lambda: descs() == ["default_pg"])
-        group = dist.new_group([0], group_desc="late")
-        until(lambda: descs() == ["default_pg", "late"])
+        until(lambda: shown() == ("live", 1))
+        group = dist.new_group([0])
+        until(lambda: shown() == ("live", 2))
         first = read(path)["time"]
         until(lambda: read(path)["time"] > first)
         dist.destroy_process_group(group)
-        until(lambda: descs() == ["default_pg"])
+        until(lambda: shown() == ("live", 1))
+
+
+@pytest.mark.ranks(1)
+def test_the_state_of_each_set_is_published(tmp_path: Path) -> None:
+    """Only that of sets in which this rank has groups."""
+    path = tmp_path / "rank-0.json"
+    with publishing(path.parent):
+        _single_rank(sets=["engine", "server"])
+        until(lambda: read(path).get("state") == "live")
+        with reloadpg.region("engine"):
+            dist.new_group([0])
+        with reloadpg.offloaded("trainer"):
+            until(lambda: read(path)["state"] == "trainer offloaded, engine live")
 
 
 def writing() -> bool:
@@ -93,17 +105,16 @@ def test_a_write_that_hangs_does_not_delay_the_job(tmp_path: Path) -> None:
     # Opening a pipe for writing blocks until it is read, as with a disk that hangs.
     pipe, file = tmp_path / f".rank-0.json.{os.getpid()}.part", tmp_path / "rank-0.json"
     os.mkfifo(pipe)
+    os.environ["RELOADPG_STATUS_DIR"] = str(tmp_path)
     _single_rank()
-    end = observability.publish_status(tmp_path)
     until(writing)
     with reloadpg.offloaded():
         pass
     assert writing()
     assert [*tmp_path.iterdir()] == [pipe]
     pipe.read_text()
-    end()
-    until(file.is_file)  # the pipe was renamed to it; the last record replaces it
-    assert read(file)["status"]["cycles"] == 1
+    until(file.is_file)  # the pipe was renamed to it; the next record replaces it
+    until(lambda: file.is_file() and read(file)["last_ms"].keys() == {"offload", "reload"})
 
 
 @pytest.mark.ranks(1)
@@ -144,30 +155,30 @@ def _in_child(body: Callable[[], None]) -> int:
 def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
     """It has no publishing thread until it is a rank itself. The parent continues."""
     path, own = tmp_path / "rank-0.json", tmp_path / "own"
+    options: Any = {"backends": {"gloo"}, "min_size": 1}
 
     def with_a_group_of_its_own() -> None:
         assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+        os.environ["RELOADPG_STATUS_DIR"] = str(own)
+        reloadpg.install(**options)
         worlds.init("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        end = observability.publish_status(own)
         until(lambda: read(own / "rank-0.json"))
-        end()
 
     def with_the_parents_group() -> None:
-        reloadpg.install(backends={"gloo"}, min_size=1)
-        observability.publish_status(tmp_path)()
+        reloadpg.install(**options)
+        publish._publishers[os.getpid()].stop()
 
-    reloadpg.install(backends={"gloo"}, min_size=1)
-    observability.publish_status(tmp_path)
+    os.environ["RELOADPG_STATUS_DIR"] = str(tmp_path)
+    reloadpg.install(**options)
     until(lambda: read(path))
-    with publish._process._lock:  # as if another thread held it
-        assert _in_child(with_a_group_of_its_own) == 0
-        worlds.init("gloo")
-        assert _in_child(with_the_parents_group) == 0
+    assert _in_child(with_a_group_of_its_own) == 0
+    worlds.init("gloo")
+    assert _in_child(with_the_parents_group) == 0
     assert read(own / "rank-0.json")["rank"] == 0
     assert read(path)["pid"] == os.getpid()
     with reloadpg.offloaded():
         pass
-    until(lambda: read(path)["status"]["cycles"] == 1)
+    until(lambda: read(path)["last_ms"].keys() == {"offload", "reload"})
     assert read(path)["pid"] == os.getpid()
 
 
@@ -180,13 +191,11 @@ def test_the_last_record_is_written_at_process_exit(ends: str, tmp_path: Path) -
     in_order = ends == "in order"
     code = (
         "import torch.distributed as dist, reloadpg\n"
-        "from reloadpg import observability\n"
         "from reloadpg.observability import publish\n"
         "publish._LAST_WRITE_S = 60\n"  # at most: the wait is over when the record is there
         "reloadpg.install(backends={'gloo'}, min_size=1)\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
     )
-    code += "" if in_order else "observability.publish_status()\n"
     code += "reloadpg.offload()\n"
     code += "reloadpg.reload()\ndist.destroy_process_group()\n" if in_order else ""
     env = {**os.environ, "RELOADPG_STATUS_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
@@ -196,14 +205,12 @@ def test_the_last_record_is_written_at_process_exit(ends: str, tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     record = read(tmp_path / "rank-0.json")
+    assert record["absent"] == "exited"
+    assert (record["world_size"], record["groups"]) == (1, 1)
     if in_order:
-        assert record["exited"]
-        assert not record["status"]["initialized"]
-        assert (record["world_size"], record["status"]["generation"]) == (1, 1)
-        assert [group["desc"] for group in record["status"]["groups"]] == ["default_pg"]
+        assert (record["state"], record["generation"]) == ("no group yet", 1)
     else:
-        assert record["last_report"]["operation"] == "offload"
-        assert record["status"]["state"] == "offloaded"
+        assert (record["state"], record["last_ms"].keys()) == ("offloaded", {"offload"})
 
 
 def test_nothing_is_published_without_the_variable_or_without_a_rank(
@@ -211,8 +218,8 @@ def test_nothing_is_published_without_the_variable_or_without_a_rank(
 ) -> None:
     monkeypatch.delenv("RELOADPG_STATUS_DIR", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    observability.publish_status()
-    assert publish._process._publisher is None
+    publish.start()
+    assert publish._publishers == {}
     publisher = publish.Publisher(tmp_path)
     publisher.start()
     publisher.stop()
@@ -268,7 +275,7 @@ def test_no_other_thread_reads_the_status_during_an_operation(
     monkeypatch.setattr(reloadpg, "status", noted)
     reloadpg.on_offload(on_offload)
     with publishing(tmp_path, heartbeat=0.001):
-        until(lambda: read(path).get("status"))
+        until(lambda: read(path).get("groups"))
         reloadpg.offload()
     assert "MainThread" in looks
 
@@ -284,7 +291,7 @@ def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
         running = record["running"] or {"operation": ""}
         if running["operation"] != "offload" or running["sequence"] in seen:
             return False
-        seen[running["sequence"]] = record["status"]
+        seen[running["sequence"]] = record
         return True
 
     with publishing(tmp_path, heartbeat=1000.0):
@@ -296,7 +303,7 @@ def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
                 pass
             until(lambda: read(path)["running"] is None)  # no write is left for the next one
     first, _ = seen.values()
-    assert (first["state"], len(first["groups"])) == ("live", 1)
+    assert (first["state"], first["groups"]) == ("live", 1)
 
 
 @pytest.mark.ranks(1)
@@ -304,12 +311,9 @@ def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
     """With any umask. The target of a link is unchanged."""
     os.umask(0)
     status = tmp_path / "status"
-    end = publish.publish_status(status)
-    _single_rank()
-    with reloadpg.offloaded():
-        pass
-    until((status / "rank-0.json").exists)
-    end()
+    with publishing(status):
+        _single_rank()
+        until((status / "rank-0.json").exists)
     modes = {path.name: path.stat().st_mode & 0o777 for path in status.iterdir()}
     assert modes == {"rank-0.json": 0o600}
     assert status.stat().st_mode & 0o777 == 0o700

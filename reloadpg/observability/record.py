@@ -1,0 +1,243 @@
+"""The record of a rank, which it keeps in a file for ``reloadpg status``, and its reader.
+
+Each rank of a job writes ``rank-<n>.json`` into the directory ``RELOADPG_STATUS_DIR``. The file is
+one :class:`RankRecord`. A file that is none is named with the reason, and the others are read.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..processes import process_table, start_of
+from ..reports import OperationStatus
+
+VERSION = 2
+"""Version of the record's format."""
+
+SILENT_S = 5.0
+"""Seconds without an update after which a rank is called silent; it updates each second."""
+
+_LARGEST = 64 << 20
+_LARGEST_JOB = 1 << 20
+_UNREADABLE = (OSError, ValueError, TypeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The collectives that a rank has started.
+
+    Attributes:
+        begun: their numbers, by group.
+        since: Unix time of the last one, in seconds.
+        stack: the Python stack of the main thread, innermost frame first; empty shortly after a new
+            collective.
+        unfinished: those that NCCL's flight recorder lists as not completed.
+    """
+
+    begun: Mapping[str, int] = field(default_factory=dict)
+    since: float = 0.0
+    stack: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank says about itself.
+
+    Attributes:
+        world_size: size of its job, None if it does not know yet.
+        state: ``live``, ``offloaded``, ``failed``, ``no group yet``, ``not installed`` or ``off``.
+            With several sets of groups the state of each.
+        pid, started, process_table: its process, when that started, and where the id is known.
+        time: Unix time of the update, in seconds.
+        groups: number of its reloadable groups.
+        memory_bytes: bytes that its communicators report; None if none reports.
+        error: the last error, in one line; empty if there was none.
+        timeout_s: the ``timeout`` of ``install``; None if not installed.
+        last_ms: wall time of its last operation of each kind.
+        running: the progress of a running operation.
+        absent: why it no longer takes part. ``exited``, if it has written that itself; ``gone``,
+            ``stopped`` or ``silent``, if its reader has found that; otherwise empty.
+    """
+
+    version: int
+    rank: int
+    world_size: int | None
+    state: str
+    host: str
+    pid: int
+    started: str
+    process_table: str
+    time: float
+    generation: int = 0
+    groups: int = 0
+    memory_bytes: int | None = None
+    error: str = ""
+    timeout_s: float | None = None
+    last_ms: Mapping[str, float] = field(default_factory=dict)
+    running: OperationStatus | None = None
+    collectives: Collectives = field(default_factory=Collectives)
+    absent: str = ""
+
+    def to_json(self) -> str:
+        """The record as text, for :func:`decoded`. Local."""
+        return json.dumps(asdict(self))
+
+    def looked_up(self, now: float) -> RankRecord:
+        """Return a copy that says if the rank is gone, stopped or silent. Local.
+
+        A process is looked up if the record is of this process table: a process id of another PID
+        namespace, such as a container's, means nothing here. It has ended if the id is not in use,
+        or by a process that started at another time.
+        """
+        absent = self.absent
+        if not absent and self.started and self.process_table == process_table():
+            absent = _absence_of(self.pid, self.started)
+        if not absent and now - self.time > SILENT_S:
+            absent = "silent"
+        return replace(self, absent=absent)
+
+
+def _absence_of(pid: int, started: str) -> str:
+    """``gone``, ``stopped``, or empty for a running process of this host. Local."""
+    if start_of(pid) != started:
+        return "gone"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return "gone"
+    letter = stat.rpartition(")")[2].split()[0]
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "")
+
+
+# -- decoding -----------------------------------------------------------------------------------
+
+
+def decoded(text: str) -> RankRecord:
+    """Return the record that was written as this text. Pure.
+
+    Raises:
+        ValueError, TypeError, OverflowError, RecursionError: it is not a record of a rank.
+    """
+    data = _of_type(dict, json.loads(text))
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"written by another version of reloadpg (format {data.get('version')!r}, not "
+            f"{VERSION}); use the version of the job"
+        )
+    record: RankRecord = _typed(RankRecord, data)
+    return record
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """Convert a decoded value to the type of a record's field. Unknown fields are omitted."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        given, fields = _of_type(dict, value), _types(kind)
+        return kind(**{name: _typed(fields[name], given[name]) for name in fields if name in given})
+    inner = get_args(kind)
+    if get_origin(kind) is tuple:
+        return tuple(_typed(inner[0], one) for one in _of_type(list, value))
+    if get_origin(kind) is Mapping:
+        return {key: _typed(inner[1], one) for key, one in _of_type(dict, value).items()}
+    if inner:  # or None
+        return None if value is None else _typed(inner[0], value)
+    return float(value) if kind is float and type(value) is int else _of_type(kind, value)
+
+
+@cache
+def _types(of: Any) -> dict[str, Any]:
+    return get_type_hints(of)
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{json.dumps(value)[:50]} is not of type {kind.__name__}")
+    return value
+
+
+# -- the files of a job -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All records that were found at one time.
+
+    Attributes:
+        ranks: those of the job, in the order of ranks; files of an earlier, larger job are omitted.
+        failures: the failures to read, as text.
+        absence: why no rank was found; empty if one was.
+        time: Unix time of the reading, in seconds.
+    """
+
+    ranks: Sequence[RankRecord]
+    failures: Sequence[str] = ()
+    absence: str = ""
+    time: float = field(default_factory=time.time)
+
+    @property
+    def world_size(self) -> int | None:
+        """The latest world size that is above the rank of its record."""
+        sizes = [
+            (one.time, one.world_size)
+            for one in self.ranks
+            if one.world_size is not None and one.rank < one.world_size
+        ]
+        return max(sizes)[1] if sizes else None
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of the job without a record."""
+        present = {record.rank for record in self.ranks}
+        size = min(self.world_size or 0, _LARGEST_JOB)
+        return [rank for rank in range(size) if rank not in present]
+
+
+def read_directory(directory: Path) -> Reading:
+    """Read the files of a status directory. Local, non-blocking, read-only."""
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        return Reading((), absence=f"{directory} {what}")
+    now, failures = time.time(), []
+    latest: dict[int, RankRecord] = {}
+    for file in sorted(directory.glob("rank-*.json")):
+        try:
+            record = decoded(_own_file(file).decode("utf-8", errors="replace")).looked_up(now)
+        except FileNotFoundError:
+            continue  # the file was removed
+        except _UNREADABLE as error:
+            failures.append(f"{file.name}: {error}")
+        else:
+            latest[record.rank] = max(record, latest.get(record.rank, record), key=_time)
+    if not latest:
+        return Reading((), failures, f"no rank of a job was found in {directory}", now)
+    found = Reading([latest[rank] for rank in sorted(latest)], failures, time=now)
+    size = found.world_size
+    return replace(found, ranks=[one for one in found.ranks if size is None or one.rank < size])
+
+
+def _time(record: RankRecord) -> float:
+    return record.time
+
+
+def _own_file(path: Path) -> bytes:
+    """Read a file of this user that is not a link, since others may write to the directory."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("a link, which is not followed") from None
+        raise
+    with open(number, "rb") as file:
+        owner = os.fstat(number).st_uid
+        if owner not in (os.geteuid(), 0) and os.geteuid() != 0:
+            raise ValueError(f"belongs to another user (uid {owner}); it was not read")
+        return file.read(_LARGEST)
