@@ -15,7 +15,7 @@ only with a note in the changelog.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
 * Memory: :func:`add_check`, :func:`add_source`, :func:`free_bytes`, :func:`in_use`.
 * State: :class:`Installation`, :func:`reload_world`, :func:`running`,
-  :func:`between_operations`, :func:`is_inherited`, :func:`collectives_begun`;
+  :func:`between_operations`, :func:`is_inherited`;
   :class:`LibraryThread`, a thread that ends before the interpreter does.
 """
 
@@ -52,7 +52,6 @@ from .lifecycle.pending import start as start
 from .lifecycle.reload import restore as restore
 from .lifecycle.status import between_operations as between_operations
 from .lifecycle.status import running as running
-from .recovery.recovering import collectives_begun as collectives_begun
 from .rendezvous.worker_thread import LibraryThread as LibraryThread
 
 is_inherited = registry.is_inherited
@@ -77,7 +76,6 @@ __all__ = [
     "callbacks",
     "check_group",
     "check_name",
-    "collectives_begun",
     "free_bytes",
     "in_use",
     "is_inherited",

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
-import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as _cpp
 from torch.distributed import distributed_c10d as _c10d
 
-from .needs import missing, refuse_missing
+from .needs import refuse_missing
 from .tables import tables_by_group
-
-_LASTING_NS = 5_000_000_000
-"""Age from which an operation in the flight recorder is listed, in nanoseconds."""
 
 
 def table_sizes() -> dict[str, int]:
@@ -42,35 +36,6 @@ def registered(names: Iterable[str]) -> frozenset[str]:
             return False
 
     return frozenset(name for name in names if is_registered(name))
-
-
-def unfinished_collectives(most: int) -> list[str]:
-    """The last collectives that began more than 5 s ago and have not completed.
-
-    They are read from NCCL's flight recorder. Sends and receives are among them; torch does not
-    count these with the collectives.
-
-    Seen on 2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 to 2.15, where the
-    recorder is on by default. ``ProcessGroupNCCL2`` (2.15) has a separate one.
-    """
-    dump = getattr(_cpp, "_dump_nccl_trace", None)
-    if dump is None or missing("status"):  # built without NCCL, or a torch that has changed
-        return []
-    arguments = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": True}
-    entries = pickle.loads(dump(**arguments)).get("entries", [])
-    if hasattr(_cpp, "FlightRecorderHook"):
-        with suppress(TypeError):  # 2.14 has no such argument
-            other = cast(Any, _cpp)._dump_fr_trace(**arguments, backend="nccl2")
-            entries += pickle.loads(other).get("entries", [])
-    texts, latest = [], time.time_ns() - _LASTING_NS
-    for entry in [entry for entry in entries if entry["time_created_ns"] <= latest][-most:]:
-        group = entry["process_group"][0].partition("@")[0]
-        counts = "p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"
-        name = entry["profiling_name"].partition(":")[2]
-        shapes = ", ".join(map(str, entry["input_sizes"][:2]))
-        what = f"{name} {shapes}".rstrip()
-        texts.append(f"{what}, number {entry[counts]} of group {group!r}, {entry['state']}")
-    return texts
 
 
 SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"

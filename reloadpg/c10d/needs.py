@@ -156,7 +156,6 @@ NEEDS: tuple[Need, ...] = (
         "saves",
     ),
     *_names("tests find names that a test has left behind", _C, "_resolve_process_group", "tests"),
-    *_names("unfinished collectives are listed", _C, "_dump_nccl_trace _dump_fr_trace", "status"),
     *_names(_DUMPS, _C, "_dump_nccl_trace", "flight recorder"),
     *_names(_DUMPS, f"{_C}:ProcessGroupNCCL", "uid", "flight recorder"),
     *_names(
@@ -219,7 +218,7 @@ def _expected(capability: str | None, needs: Iterable[Need]) -> Iterator[Need]:
 
 
 _UNKNOWN = object()
-_ENGINES = ("ProcessGroupNCCL", "_dump_nccl_trace", "_dump_fr_trace", "_cuda_hasPrimaryContext")
+_ENGINES = ("ProcessGroupNCCL", "_dump_nccl_trace", "_cuda_hasPrimaryContext")
 """What a build without NCCL or CUDA lacks."""
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +28,8 @@ WORKING_S = 30.0
 """The same if all missing ranks are working in the operation."""
 
 _SHOWN_RANKS = 10
-_HANG_S = 5.0
-"""Seconds for which the members of a group may differ in their number of collectives."""
 _NAMED = 3
-"""Maximum number of ranks whose position is shown, and of errors."""
+"""Maximum number of errors that are shown."""
 _WORKING = "still working"
 _ABSENT = {
     "gone": "process gone",
@@ -42,9 +39,6 @@ _ABSENT = {
     "not seen": "no record in this directory",
 }
 """Text for why a rank will not arrive."""
-
-_FRAME = re.compile(r'^File "(?:.*-packages/)?(.*)", line (\d+) in (.*)$')
-"""A frame as faulthandler writes it; the first group is the file, in a package for a library."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -173,7 +167,7 @@ class InProgress:
         for why, ranks in self.missing.items():
             remedy, first = "", known.get(ranks[0])
             if self.stuck and why not in _ABSENT and first is not None:
-                remedy = _stack(first)
+                remedy = f"get the stack of rank {first.rank}: {_py_spy(first)}"
             level, words = "problem" if self.stuck else "", _ABSENT.get(why, why)
             yield Finding("waits for", level, f"{_ranks(ranks)}: {words}", remedy)
 
@@ -254,7 +248,6 @@ class JobView:
         if self.ranks:
             yield from self._of_ranks()
             yield from self._of_absent()
-            yield from self._of_collectives()
             yield from self._of_errors()
         else:
             remedy = f"set {STATUS_DIR} to this directory on every rank; reloadpg.install() then "
@@ -310,39 +303,6 @@ class JobView:
             remedy += f"whose clock is behind: {_py_spy(silent[0])}"
             yield Finding("silent", "problem", f"{_ids(silent)}: {_last_seen(silent)}", remedy)
 
-    def _of_collectives(self) -> Iterator[Finding]:
-        """Collectives that some members of a group have begun, and others have not for a while."""
-        members: dict[str, dict[int, int]] = {}
-        present = {one.rank: one for one in self.ranks if not one.absent and not one.running}
-        for rank, record in present.items():
-            for key, begun in record.collectives.begun.items():
-                members.setdefault(key, {})[rank] = begun
-        known: set[int] = set()
-        for key, counts in members.items():
-            most = max(counts.values())
-            late = sorted(rank for rank, begun in counts.items() if begun < most)
-            seconds = self.reading.time - max(present[rank].collectives.since for rank in counts)
-            if not late or seconds < _HANG_S:
-                continue
-            waiting = sorted({*counts} - {*late})
-            known.update(waiting)
-            behind = ", ".join(f"rank {rank} has begun {counts[rank]}" for rank in late)
-            if len(late) > _NAMED:
-                behind = f"{_ranks(late)} have begun fewer"
-            what = f"{_ranks(waiting)} in collective {most} of group {key.split('/')[0]!r} for "
-            what += f"{seconds:.0f} s; {behind}"
-            stacks = (_stack(present[rank]) for rank in (*late[:_NAMED], *waiting[:1]))
-            yield Finding("collective", "problem", what, "\n".join(stacks))
-        pending = {rank: one for rank, one in present.items() if one.collectives.unfinished}
-        waits = [one for rank, one in pending.items() if rank not in known]
-        if waits:
-            seconds = min(self.reading.time - one.collectives.since for one in waits)
-            what = f"{_ranks(map(_rank, waits))} in a collective, send or receive that has not "
-            what += f"completed; no new collective for {seconds:.0f} s"
-            others = [one for rank, one in present.items() if rank not in pending]
-            stacks = (_stack(one) for one in (*waits[:_NAMED], *others[:1]))
-            yield Finding("collective", "warning", what, "\n".join(stacks))
-
     def _of_errors(self) -> Iterator[Finding]:
         known = {one.rank: one.error for one in self.ranks if one.error}
         errors = _by(known, known.__getitem__)
@@ -365,18 +325,6 @@ def _by(ranks: Iterable[int], key: Callable[[int], _Key]) -> dict[_Key, list[int
 
 
 # -- text -----------------------------------------------------------------------------------------
-
-
-def _stack(record: RankRecord) -> str:
-    """The position of a rank from its record, or how to find it."""
-    found = record.collectives
-    if not found.stack:
-        return f"get the stack of rank {record.rank}: {_py_spy(record)}"
-    # Of libraries only the innermost frame, since the others are torch's decorators.
-    outer = [frame for frame in found.stack[1:] if "-packages/" not in frame]
-    frames = (_FRAME.sub(r"\3 (\1:\2)", frame) for frame in (found.stack[0], *outer[:_NAMED]))
-    unfinished = "".join(f"; not completed: {one}" for one in found.unfinished[-_NAMED:])
-    return f"rank {record.rank} is in {', called by '.join(frames)}{unfinished}"
 
 
 def _py_spy(record: RankRecord) -> str:

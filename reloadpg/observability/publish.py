@@ -10,11 +10,9 @@ the file, so a slow or full disk delays no other thread.
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import logging
 import os
 import socket
-import tempfile
 import threading
 import time
 from contextlib import ExitStack
@@ -22,14 +20,12 @@ from pathlib import Path
 
 import reloadpg
 from reloadpg import on_report
-from reloadpg.c10d import inspection, tables
+from reloadpg.c10d import tables
 from reloadpg.extend import (
     LibraryThread,
     between_operations,
     callbacks,
-    collectives_begun,
     is_inherited,
-    managed_groups,
     register,
     running,
 )
@@ -38,16 +34,11 @@ from reloadpg.reports import Report, Status
 from reloadpg.settings import STATUS_DIR
 
 from .logs import current_rank, name_rank_in_records
-from .record import VERSION, Collectives, RankRecord
+from .record import VERSION, RankRecord
 
 HEARTBEAT_S = 1.0
 _LAST_WRITE_S = 0.5
 """Maximum number of seconds that the exit of the process waits for the last record."""
-
-_STILL_S = 2.0
-"""Seconds without a new collective after which the record contains the main thread's stack."""
-_MOST_FRAMES, _MOST = 24, 8
-"""Maximum number of stack frames, and of flight recorder entries, in a record."""
 
 logger = logging.getLogger("reloadpg")
 
@@ -95,7 +86,6 @@ class Publisher:
         self._forked = forked
         self._status: Status | None = None
         self._last_ms: dict[str, float] = {}
-        self._begun, self._begun_at = dict[str, int](), time.time()
         self._callbacks = ExitStack()
         self._wake = threading.Event()
         self._ended = self._exiting = self._trouble = False
@@ -175,22 +165,8 @@ class Publisher:
             timeout_s=status.options.get("timeout_s"),
             last_ms=self._last_ms.copy(),
             running=running(),
-            collectives=self._collectives(),
             absent="exited" if self._exiting else "",
         )
-
-    def _collectives(self) -> Collectives:
-        """The collectives started and, some seconds after the last one, where this rank is.
-
-        Torch counts them, so this costs nothing. Uses no communicator while an operation runs.
-        """
-        with between_operations() as free:
-            if free and (begun := collectives_begun(managed_groups())) != self._begun:
-                self._begun, self._begun_at = begun, time.time()
-        if time.time() - self._begun_at < _STILL_S:
-            return Collectives(self._begun, self._begun_at)
-        unfinished = tuple(inspection.unfinished_collectives(_MOST))
-        return Collectives(self._begun, self._begun_at, _main_stack(), unfinished)
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -236,23 +212,6 @@ def _state(status: Status) -> str:
         return "no group yet"
     sets = [f"{name} {one.state}" for name, one in status.sets.items() if one.groups]
     return ", ".join(sets) if len(sets) > 1 else status.state
-
-
-def _main_stack() -> tuple[str, ...]:
-    """The Python stack of the main thread, innermost first. Local, from any thread.
-
-    Uses faulthandler: reading the frames of other threads can deadlock or crash (python#106883).
-    """
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        threads = file.read().split("\n\n")
-    mine = f"{threading.main_thread().ident:x} "
-    for thread in threads:
-        head, *lines = thread.strip().splitlines() or [""]
-        if mine in head:
-            return tuple(line.strip() for line in lines[:_MOST_FRAMES])
-    return ()
 
 
 def replace_file(path: Path, text: str) -> None:

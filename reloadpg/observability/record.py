@@ -32,24 +32,6 @@ _UNREADABLE = (OSError, ValueError, TypeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
-class Collectives:
-    """The collectives that a rank has started.
-
-    Attributes:
-        begun: their numbers, by group.
-        since: Unix time of the last one, in seconds.
-        stack: the Python stack of the main thread, innermost frame first; empty shortly after a new
-            collective.
-        unfinished: those that NCCL's flight recorder lists as not completed.
-    """
-
-    begun: Mapping[str, int] = field(default_factory=dict)
-    since: float = 0.0
-    stack: tuple[str, ...] = ()
-    unfinished: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class RankRecord:
     """What a rank says about itself.
 
@@ -85,7 +67,6 @@ class RankRecord:
     timeout_s: float | None = None
     last_ms: Mapping[str, float] = field(default_factory=dict)
     running: OperationStatus | None = None
-    collectives: Collectives = field(default_factory=Collectives)
     absent: str = ""
 
     def to_json(self) -> str:
@@ -144,8 +125,6 @@ def _typed(kind: Any, value: Any) -> Any:
         given, fields = _of_type(dict, value), _types(kind)
         return kind(**{name: _typed(fields[name], given[name]) for name in fields if name in given})
     inner = get_args(kind)
-    if get_origin(kind) is tuple:
-        return tuple(_typed(inner[0], one) for one in _of_type(list, value))
     if get_origin(kind) is Mapping:
         return {key: _typed(inner[1], one) for key, one in _of_type(dict, value).items()}
     if inner:  # or None

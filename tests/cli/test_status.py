@@ -20,7 +20,6 @@ from reloadpg.cli import main
 from reloadpg.cli.status import WAITING_S, WORKING_S, JobView, page
 from reloadpg.observability import record as records
 from reloadpg.observability.record import (
-    Collectives,
     Reading,
     decoded,
     read_directory,
@@ -189,7 +188,6 @@ def test_a_record_is_read_back_with_its_types():
     written = replace(
         read(0, 2, timeout_s=5.0),
         running=OperationStatus("offload", 4, "enter", True, 1.0, 2.0),
-        collectives=Collectives({"0": 3}, 1.5, ("frame",), ("all_reduce [3]",)),
     )
     assert decoded(written.to_json()) == written
 

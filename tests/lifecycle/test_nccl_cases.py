@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import pickle
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg.c10d import inspection, stores
+from reloadpg.c10d import stores
 from reloadpg.groups.creation import WORLD_ORDER, Call, Construction
 from reloadpg.lifecycle.recreate import spent_keys
 
@@ -92,36 +90,3 @@ def test_keys_of_gloo(rank: int) -> None:
         f"{name}//{place}0/{rank}" for name in ("0", "0@1.1.0") for place in ("cpu//", "")
     ]
     assert spent_keys(group, group) == []
-
-
-@pytest.mark.parametrize("separate", [True, False])
-def test_unfinished_collectives_are_those_of_all_recorders(
-    separate: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch 2.14 knows hooks of the recorder, but no recorder of another backend."""
-    entry = {
-        "time_created_ns": 0,
-        "process_group": ("0@1.1.0", ""),
-        "is_p2p": False,
-        "collective_seq_id": 2,
-        "input_sizes": [[3]],
-        "state": "scheduled",
-    }
-
-    def dump(name: str) -> bytes:
-        return pickle.dumps({"entries": [{**entry, "profiling_name": name}]})
-
-    def of_backend(*, backend: str, **_: Any) -> bytes:
-        return dump(f"{backend}:all_gather")
-
-    def of_gloo(*, includeCollectives: bool, includeStackTraces: bool, onlyActive: bool) -> bytes:
-        return dump("gloo:barrier")
-
-    cpp = torch._C._distributed_c10d
-    monkeypatch.setattr(cpp, "_dump_nccl_trace", lambda **_: dump("nccl:all_reduce"), False)
-    monkeypatch.setattr(cpp, "_dump_fr_trace", of_backend if separate else of_gloo)
-    monkeypatch.setattr(cpp, "FlightRecorderHook", object, False)
-    expected = ["all_reduce", "all_gather"][: 1 + separate]
-    assert inspection.unfinished_collectives(9) == [
-        f"{name} [3], number 2 of group '0', scheduled" for name in expected
-    ]

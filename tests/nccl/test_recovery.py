@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +13,6 @@ from helpers.nccl_job import on_engines
 from helpers.repeating import repeat
 
 import reloadpg
-from reloadpg.cli.status import JobView
-from reloadpg.observability.record import read_directory
 
 pytestmark = [
     pytest.mark.standins,
@@ -31,67 +26,6 @@ def summed(group: Any) -> float:
     tensor = torch.ones(1, device="cuda")
     dist.all_reduce(tensor, group=group)
     return tensor.item()
-
-
-@on_engines(2, TORCH_NCCL_TRACE_BUFFER_SIZE="200")  # torch 2.8 records nothing by default
-def test_a_hang_shows_what_the_flight_recorder_has(engine: str, rank: int, tmp_path: Path) -> None:
-    """The collective that the other rank has started, and its state on the device.
-
-    Rank 1 delays a collective until the status of the job names it, and where rank 0 waits for it;
-    a record that was written before has another position.
-    """
-    waiting = "rank 0 is in synchronize (torch/cuda/__init__.py:"
-    unfinished = "; not completed: all_reduce [3], number 2 of group '0', scheduled"
-    torch.cuda.set_device(rank)
-    os.environ["RELOADPG_STATUS_DIR"] = str(tmp_path)
-    reloadpg.install()
-    dist.init_process_group("nccl")
-    reloadpg.offload()
-    reloadpg.reload()  # the recorder has the generation in the group's name
-    tensor = torch.ones(3, device="cuda")
-    dist.all_reduce(tensor)
-    remedy = ""
-    while rank == 1 and (waiting not in remedy or unfinished not in remedy):
-        found = JobView(read_directory(tmp_path)).findings
-        remedy = "".join(one.remedy for one in found if one.check == "collective")
-        time.sleep(0.2)  # between two looks
-    dist.all_reduce(tensor)
-    torch.cuda.synchronize()
-    assert rank == 0 or unfinished in remedy.partition(waiting)[2]
-
-
-@on_engines(2, TORCH_NCCL_TRACE_BUFFER_SIZE="200")
-def test_a_receive_that_waits_for_its_send_is_shown(engine: str, rank: int, tmp_path: Path) -> None:
-    """All ranks have begun as many collectives. The position of the other rank is shown, too.
-
-    A record that was written while rank 0 read the files has a position in the reading.
-    """
-    torch.cuda.set_device(rank)
-    os.environ["RELOADPG_STATUS_DIR"] = str(tmp_path)
-    reloadpg.install()
-    dist.init_process_group("nccl")
-    tensor = torch.ones(3, device="cuda")
-    dist.all_reduce(tensor)
-    for one in range(2):  # the first one connects
-        if rank == 1:
-            dist.irecv(tensor, 0)
-        elif one == 0:
-            dist.send(tensor, 1)
-    found: list[str] = []
-    while rank == 0 and "test_a_receive_that_waits" not in "".join(found):
-        findings = JobView(read_directory(tmp_path)).findings
-        found = [f"{one.message} {one.remedy}" for one in findings if one.check == "collective"]
-        time.sleep(0.2)  # between two looks
-    if rank == 0:
-        dist.send(tensor, 1)
-    torch.cuda.synchronize()
-    if rank == 0:
-        head = "rank 1 in a collective, send or receive that has not completed; "
-        assert found[0].startswith(head)
-        waiting, _, other = found[0].partition("\nrank 0 is in ")
-        assert "; not completed: recv 1<-0" in waiting
-        assert ", number 2 of group '0', scheduled" in waiting
-        assert "test_a_receive_that_waits" in other
 
 
 @on_engines(2)
