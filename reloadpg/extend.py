@@ -6,7 +6,7 @@ package (``c10d``, ``settings``, ``texts``, ``processes``), and nothing else. Th
 only with a note in the changelog.
 
 * Groups: :class:`GroupState`, :class:`ManagedGroup`, :func:`managed`, :func:`managed_groups`,
-  :func:`new_plain_group`, :func:`rename_backends`, ``COLLECTIVES``; sets of groups:
+  :func:`new_plain_group`, :func:`rename_backends`; sets of groups:
   :class:`Chosen`, :func:`check_name`, ``TRAINER``.
 * Operations in steps: :class:`Operation`, then :func:`run` with the steps of an offload
   (:func:`release`) or of a reload (:func:`restore`), or :func:`start`, also as :class:`Pending`;
@@ -21,7 +21,6 @@ only with a note in the changelog.
 
 from __future__ import annotations
 
-from .groups.dispatch import COLLECTIVES as COLLECTIVES
 from .groups.managed import ManagedGroup as ManagedGroup
 from .groups.offloaded import GroupState as GroupState
 from .groups.proxy import managed as managed
@@ -58,7 +57,6 @@ is_inherited = registry.is_inherited
 managed_groups = registry.managed
 
 __all__ = [
-    "COLLECTIVES",
     "TRAINER",
     "Block",
     "Callback",

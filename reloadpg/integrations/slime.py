@@ -19,8 +19,8 @@ registered (miles never does). Differences from their module:
   a collective on it raises.
 * Gloo groups bypass, also if the default group is registered. Groups of one rank are reloadable.
   Each group has ``group``; that of a group that bypasses is always the group itself.
-* Memory is checked before a collective only with ``clear_memory_below``: each check asks the device
-  (slime#2269). An error in a collective gets a memory note.
+* Memory is not checked before a collective: each check asks the device (slime#2269). An error in a
+  collective gets a memory note.
 
 Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_new_group_dict``,
 ``ReloadableProcessGroup.GROUPS``, and ``group_info`` of a group.
@@ -28,9 +28,6 @@ Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_ne
 
 from __future__ import annotations
 
-import gc
-import inspect
-import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,14 +35,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import wrapt
 
 from .. import ReloadableProcessGroup as _Group
 from .. import install, is_installed, offload, reload
-from ..c10d import devices, inspection, tables
+from ..c10d import inspection, tables
 from ..errors import ReloadpgError
 from ..extend import (
-    COLLECTIVES,
     Connect,
     GroupState,
     callbacks,
@@ -63,15 +58,12 @@ from ..settings import as_timedelta
 __all__ = [
     "ReloadableProcessGroup",
     "destroy_process_groups",
-    "monkey_patch_dist_checkpointing_merge",
     "monkey_patch_torch_dist",
     "old_new_group_dict",
     "register_default_process_group",
     "reload_process_groups",
 ]
 
-
-logger = logging.getLogger("reloadpg")
 
 old_new_group_dict: dict[int, Callable[..., Any]] = {}
 """The unpatched ``torch.distributed.new_group``, by process id."""
@@ -82,7 +74,7 @@ _registered: dict[int, timedelta] = {}
 _NOTE = "memory after the error"
 
 
-def monkey_patch_torch_dist(*, clear_memory_below: float | None = None, **options: Any) -> None:
+def monkey_patch_torch_dist(**options: Any) -> None:
     """Make groups created from now on reloadable; the default group only once it is registered.
 
     Local; call it before the groups are created. Idempotent: an existing installation of reloadpg
@@ -91,9 +83,6 @@ def monkey_patch_torch_dist(*, clear_memory_below: float | None = None, **option
     where ``nccl`` is requested. :func:`reloadpg.uninstall` undoes all of this.
 
     Args:
-        clear_memory_below: with less free memory than this many GiB, a collective of a reloadable
-            group other than a barrier first collects garbage and empties torch's cache. None (the
-            default) checks nothing. Slime uses 3.
         options: passed to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
             without a GPU. ``world`` is False and ``min_size`` 1 unless given.
     """
@@ -102,8 +91,6 @@ def monkey_patch_torch_dist(*, clear_memory_below: float | None = None, **option
     for (owner, name), attribute in _ATTRIBUTES.items():
         if name not in vars(owner):
             setattr(owner, name, attribute)
-    if clear_memory_below is not None:
-        _clear_before_collectives(int(clear_memory_below * 2**30))
     musa = getattr(torch, "musa", None)
     if musa is not None and musa.is_available():
         callbacks.uninstall.append(rename_backends({"nccl": "mccl"}))
@@ -122,36 +109,9 @@ def _take_back() -> None:
         del dist.old_new_group  # type: ignore[attr-defined]
     old_new_group_dict.pop(os.getpid(), None)
     inspection.on_collective_error(_note_memory)()
-    while _clearing:
-        delattr(_Group, _clearing.pop())
     for (owner, name), attribute in _ATTRIBUTES.items():
         if vars(owner).get(name) is attribute:
             delattr(owner, name)
-
-
-_clearing: list[str] = []
-"""Methods of reloadable groups that first look at the free memory."""
-
-
-def _clear_before_collectives(least: int) -> None:
-    for name in COLLECTIVES - {"barrier"}:
-        if name in vars(_Group) or not hasattr(_Group, name):
-            continue
-        _clearing.append(name)
-        setattr(_Group, name, _clears_before(getattr(_Group, name), least))
-
-
-def _clears_before(method: Callable[..., Any], least: int) -> Callable[..., Any]:
-    def call(self: _Group, *args: Any, **kwargs: Any) -> Any:
-        known = free_bytes()
-        if known is not None and known[0] < least:
-            devices.synchronize()
-            gc.collect()
-            devices.empty_cache()
-        return method(self, *args, **kwargs)
-
-    inspection.skip_in_compiled_code([call])
-    return call
 
 
 def register_default_process_group(timeout: timedelta | float) -> None:
@@ -201,45 +161,6 @@ def reload_process_groups(*, connect: Connect | None = None) -> Report | None:
             ranks, so that no barrier is needed before a first exchange between some of them.
     """
     return reload(connect=connect) if is_installed() else None
-
-
-def monkey_patch_dist_checkpointing_merge() -> None:
-    """Let megatron-core load optimizer states that were saved with another parallel layout.
-
-    Local, idempotent; call it before a checkpoint is loaded. A patch of miles: with a different
-    tensor parallelism, the lists of ``param_state`` of a ``dp_reshardable`` optimizer differ in
-    length by the padding at their ends, which megatron-core (0.16.1) rejects. Here the longer list
-    is truncated, with a warning; that the rest is padding is not checked.
-    """
-    from megatron.core.dist_checkpointing import (
-        dict_utils,
-        serialization,
-        tensor_aware_state_dict,
-    )
-
-    if isinstance(dict_utils.merge, wrapt.FunctionWrapper):
-        return
-    merge = wrapt.FunctionWrapper(dict_utils.merge, _merge_to_the_shorter)
-    # Two modules import the function by name; its recursion looks it up in its own module.
-    for module in (dict_utils, serialization, tensor_aware_state_dict):
-        module.merge = merge
-
-
-def _merge_to_the_shorter(wrapped: Any, _: object, args: Any, kwargs: Any) -> Any:
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    x1, x2, key = given["x1"], given["x2"], given.get("key", ())
-    if isinstance(x1, list) and isinstance(x2, list) and "param_state" in key:
-        shorter, longer = sorted((x1, x2), key=len)
-        if len(shorter) < len(longer):
-            logger.warning(
-                "checkpoint: %s has %d entries here and %d in the checkpoint: the longer list is "
-                "truncated, assuming that the rest is padding",
-                "/".join(map(str, key)),
-                len(x1),
-                len(x2),
-            )
-            del longer[len(shorter) :]
-    return wrapped(*args, **kwargs)
 
 
 class _AnyReloadableGroup(type):

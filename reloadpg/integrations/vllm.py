@@ -14,14 +14,19 @@ imported.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Sequence
+from datetime import timedelta
+from http.client import HTTPException
 from typing import Any
+from urllib import request
+from urllib.error import HTTPError
+from urllib.parse import urlencode
 
 from .. import is_installed, offload, reload
-from ..errors import InvalidOptionError
-from ..settings import is_off
-from .servers import EngineServer
+from ..errors import InvalidOptionError, ReloadpgError
+from ..settings import as_timedelta, is_off
 
 __all__ = ["Server", "WorkerGroups"]
 
@@ -79,7 +84,7 @@ class WorkerGroups:
         return self._llm.wake_up(tags=None if tags is None else list(tags))
 
 
-class Server(EngineServer):
+class Server:
     """A vLLM server as an engine for ``colocated``: its ``/sleep`` and ``/wake_up``.
 
     Start it with ``VLLM_SERVER_DEV_MODE=1``, without which it has neither route, and with
@@ -96,17 +101,53 @@ class Server(EngineServer):
             ``sleep`` or ``wake_up`` took effect is unknown.
     """
 
-    ROUTE = "is_sleeping"
-    REMEDY = "Start vLLM's server with VLLM_SERVER_DEV_MODE=1."
+    def __init__(self, url: str, *, timeout: timedelta | float = 600.0) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise InvalidOptionError(
+                f"Server({url!r}): not an address; nothing was changed. Pass one such as "
+                '"http://127.0.0.1:8000".'
+            )
+        self._url = url.rstrip("/")
+        self._timeout = as_timedelta(timeout, "timeout", "nothing was changed").total_seconds()
+        self._open = request.build_opener(request.ProxyHandler({})).open
+        try:
+            self._is_sleeping()
+        except ReloadpgError as error:
+            if not isinstance(error.__cause__, HTTPError) or error.__cause__.code != 404:
+                raise
+            raise InvalidOptionError(
+                f"Server({url!r}): it has no /is_sleeping; nothing was changed. Start vLLM's "
+                "server with VLLM_SERVER_DEV_MODE=1."
+            ) from error
 
     def sleep(self, level: int = 1) -> None:
         """Put the engine to sleep; this aborts its running requests (vLLM's default)."""
-        self._post("sleep", level=level)
+        self._request("POST", f"sleep?level={level}")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Wake the engine, or its parts; return whether all of it is awake."""
-        self._post("wake_up", tags=list(tags or ()))
-        return not self._get("is_sleeping")["is_sleeping"]
+        query = urlencode({"tags": list(tags or ())}, doseq=True)
+        self._request("POST", f"wake_up?{query}" if query else "wake_up")
+        return not self._is_sleeping()
+
+    def _is_sleeping(self) -> bool:
+        body = self._request("GET", "is_sleeping")
+        try:
+            return bool(json.loads(body)["is_sleeping"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ReloadpgError(
+                f"GET {self._url}/is_sleeping: the response is not vLLM's"
+            ) from error
+
+    def _request(self, method: str, route: str) -> bytes:
+        url = f"{self._url}/{route}"
+        try:
+            with self._open(request.Request(url, method=method), timeout=self._timeout) as response:
+                found: bytes = response.read()
+                return found
+        except (OSError, HTTPException) as error:  # also HTTPError: a response other than 2xx
+            said = error.read().decode(errors="replace") if isinstance(error, HTTPError) else ""
+            raise ReloadpgError(f"{method} {url} failed: {error} {said}".rstrip()) from error
 
 
 def _is_installed(worker: Any) -> bool:

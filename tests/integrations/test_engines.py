@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg.integrations import colocated, sglang
+from reloadpg.integrations import colocated
 from reloadpg.integrations.trl import offloaded_generation
 from reloadpg.integrations.vllm import Server, WorkerGroups
 
@@ -192,42 +191,15 @@ class Routes(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-class SglangRoutes(BaseHTTPRequestHandler):
-    """The routes of SGLang's server that ``colocated`` needs: the tags are in the body."""
-
-    def do_GET(self) -> None:
-        self._respond(200 if self.path == "/get_server_info" else 404, self.server.info)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.headers["Content-Type"] == "application/json"
-        self.server.calls.append((self.path, body))
-        self._respond(self.server.status, None)
-
-    def _respond(self, status: int, body: Any) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@contextmanager
-def served(routes: type[BaseHTTPRequestHandler]) -> Iterator[Any]:
-    with HTTPServer(("127.0.0.1", 0), routes) as server:
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with HTTPServer(("127.0.0.1", 0), Routes) as server:
         server.calls, server.sleeping, server.status = [], False, 200
-        server.info = {"enable_memory_saver": True}
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture
-def server() -> Iterator[Any]:
-    with served(Routes) as found:
-        yield found
 
 
 def test_a_server_is_driven_by_its_routes(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,30 +241,3 @@ def test_a_server_that_refuses_or_is_not_there(server: Any) -> None:
     server.server_close()
     with pytest.raises(reloadpg.ReloadpgError, match=r"failed: .*refused"):
         Server(url)
-
-
-def test_a_server_of_sglang_is_driven_by_its_routes() -> None:
-    """Parts are named in the body. A server without a memory saver would keep its memory."""
-    with reloadpg.install(), served(SglangRoutes) as server:
-        url = f"http://127.0.0.1:{server.server_port}"
-        engine = sglang.Server(url)
-        with colocated(engine, wake_tags=["weights"]) as rollout:  # without groups
-            assert rollout.wake_up(["kv_cache"]) is None
-        with colocated(engine):
-            pass
-        released = ("/release_memory_occupation", {})
-        assert server.calls == [
-            ("/resume_memory_occupation", {"tags": ["weights"]}),
-            ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
-            released,
-            ("/resume_memory_occupation", {}),
-            released,
-        ]
-        server.status = 400
-        with pytest.raises(reloadpg.ReloadpgError, match=r"/release_memory_occupation fail.* 400"):
-            engine.release_memory_occupation()
-        with pytest.raises(reloadpg.errors.InvalidOptionError, match="address of an SGLang server"):
-            sglang.Server(f"{url}/v1")
-        server.info = {"enable_memory_saver": False}
-        with pytest.raises(reloadpg.errors.InvalidOptionError, match="with --enable-memory-saver"):
-            sglang.Server(url)

@@ -6,11 +6,9 @@ The actors here make the calls of the two frameworks' Megatron actors (``init``,
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import types
-import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,7 +24,6 @@ import reloadpg
 from reloadpg.integrations.slime import (
     ReloadableProcessGroup,
     destroy_process_groups,
-    monkey_patch_dist_checkpointing_merge,
     monkey_patch_torch_dist,
     old_new_group_dict,
     register_default_process_group,
@@ -365,44 +362,6 @@ def test_each_group_has_group_until_uninstall() -> None:
     assert Wrapped(plain).group is plain
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("below", [None, 3.0])
-def test_memory_is_cleared_before_a_collective_only_if_asked_for(below: float | None) -> None:
-    """And only with less free memory than that (failure 30): garbage is collected first."""
-    simulated.register()
-    simulated.configure(bytes_per_communicator=BYTES)
-    monkey_patch_torch_dist(clear_memory_below=below)
-    dist.init_process_group("sim")
-    group: Any = dist.new_group([0, 1])
-    plain = vars(reloadpg.ReloadableProcessGroup).get("allreduce")
-    assert (plain is None) == (below is None)
-
-    def collected(call: Any, gib: float) -> bool:
-        """Whether a call collects garbage, with so much free memory."""
-        simulated.configure(capacity_bytes=int(gib * 2**30) + simulated.stats().held_bytes)
-        garbage = Actor(0, "")
-        garbage.groups["self"] = garbage
-        seen = weakref.ref(garbage)
-        del garbage
-        call()
-        return seen() is None
-
-    def sums() -> None:
-        assert sums_right(group)
-
-    sums()
-    gc.disable()
-    try:
-        assert not collected(sums, 4)
-        assert collected(sums, 2) == (below is not None)
-        assert not collected(lambda: dist.barrier(group), 2)
-    finally:
-        gc.enable()
-    reloadpg.uninstall()
-    assert "allreduce" not in vars(reloadpg.ReloadableProcessGroup)
-    sums()
-
-
 class Musa(types.ModuleType):
     """The module of a MUSA device."""
 
@@ -456,34 +415,3 @@ def test_groups_of_nccl_are_of_mccl_on_a_musa_device(available: bool, rank: int)
     reloadpg.uninstall()
     with pytest.raises((RuntimeError, ValueError)):
         ways[0]("nccl")
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(1)
-def test_optimizer_states_of_another_parallel_layout_are_merged() -> None:
-    """miles' patch: the padding at the end of a longer list is cut off, on either side."""
-    pytest.importorskip("megatron.core")
-    from megatron.core.dist_checkpointing import dict_utils, serialization, tensor_aware_state_dict
-
-    def merged(mine: list[Any], loaded: list[Any], *path: str) -> Any:
-        x1: Any = {path[-1]: [{"here": one} for one in mine]}
-        x2: Any = {path[-1]: [{"disk": one} for one in loaded]}
-        for name in reversed(path[:-1]):
-            x1, x2 = {name: x1}, {name: x2}
-        found = serialization.merge(x1, x2)
-        for name in path:
-            found = found[name]
-        return found
-
-    optimizer = ("optimizer", "param_state", "float32")
-    with pytest.raises(ValueError):  # by a later megatron-core too, which cuts one side
-        merged([1], [2, 3], *optimizer)
-    for _ in range(2):
-        monkey_patch_dist_checkpointing_merge()
-    assert serialization.merge is dict_utils.merge is tensor_aware_state_dict.merge
-    assert isinstance(dict_utils.merge.__wrapped__, types.FunctionType)
-    assert merged([1], [2, 3], *optimizer) == [{"here": 1, "disk": 2}]
-    assert merged([1, 2], [3], *optimizer) == [{"here": 1, "disk": 3}]
-    assert merged([1], [2], *optimizer) == [{"here": 1, "disk": 2}]
-    with pytest.raises(ValueError):
-        merged([1], [2, 3], "args", "list")
