@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reloadpg
+from reloadpg.testing import simulated
 
 
 def train_step(model: nn.Module) -> float:
@@ -63,15 +64,16 @@ def test_fsdp2_after_an_offload(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_memory_comes_back(simulated_accelerator) -> None:  # noqa: ANN001
+def test_the_memory_comes_back() -> None:
     """Each communicator of the simulated accelerator holds memory from its first use on."""
+    simulated.register()
     reloadpg.install()
     dist.init_process_group("sim")
     dist.all_reduce(torch.ones(1))
-    held = simulated_accelerator.stats().held_bytes
+    held = simulated.stats().held_bytes
     assert held > 0
     report = reloadpg.offload()
     assert report.released_bytes == held
-    assert simulated_accelerator.stats().held_bytes == 0
+    assert simulated.stats().held_bytes == 0
     reloadpg.reload()
     dist.destroy_process_group()

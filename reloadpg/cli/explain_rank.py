@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +28,6 @@ from ..c10d import creation, stores, tables
 from ..groups.registry import registry
 from ..groups.selection import Selection
 from ..groups.sets import TRAINER, creators
-from ..testing._tracebacks import folded_traceback
 
 
 def play() -> NoReturn:
@@ -45,7 +45,7 @@ def play() -> NoReturn:
         error = f"the script called sys.exit({end.code!r})" if end.code else ""
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
-        sys.stderr.write(folded_traceback(raised))
+        traceback.print_exception(raised)
     if dist.is_initialized() and registry.options is not None:
         rank.note_world()  # install() takes over one that existed
     rank.note("end", error=error)

@@ -38,8 +38,6 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from ._tracebacks import folded_traceback
-
 LOADING = "RELOADPG_RANK_LOADING"
 """Set in the environment of a rank while it imports the module of the function."""
 GRACE = 1.0
@@ -329,7 +327,8 @@ def _run_rank(
     except BaseException as error:
         error.__traceback__ = _own_frames_skipped(error.__traceback__)
         reason = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
-        report = time.monotonic(), reason, folded_traceback(error)
+        text = "".join(traceback.format_exception(error))
+        report = time.monotonic(), reason, text
         _write(job.directory / f"{rank}.error", pickle.dumps(report))
         code = _exit_code(error)
     sys.stdout.flush()
@@ -348,10 +347,6 @@ def _prepare(job: RunSpec, rank: int) -> None:
     stack = os.open(job.directory / f"{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     tempfile.tempdir = None  # read TMPDIR again
-    if "torch" in sys.modules and job.standins:
-        from . import standins
-
-        standins.activate()  # with this rank's settings
     if "torch" in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         from ..lifecycle import autoinstall
 

@@ -1,4 +1,4 @@
-"""pytest plugin: tests whose body runs on real ranks, on a simulated accelerator, with reloads.
+"""pytest plugin: tests whose body runs on real ranks, with reloads.
 
 pytest loads it by its entry point in every project of an environment, so it imports neither torch
 nor the rest of the library until a test asks for something::
@@ -9,10 +9,9 @@ nor the rest of the library until a test asks for something::
         dist.all_reduce(tensor)
         assert tensor.item() == world_size
 
-    @pytest.mark.ranks(2)
+    @pytest.mark.ranks(2, backend="gloo")
     @pytest.mark.reload_each_phase
-    def test_training(simulated_accelerator):
-        dist.init_process_group("sim")
+    def test_training():
         ...
 
 ``ranks(world_size, *, timeout, backend, env, preload, store, standins)`` runs the
@@ -52,7 +51,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -72,18 +71,17 @@ __all__ = [
     "rank",
     "reload_point",
     "run_ranks",
-    "simulated_accelerator",
     "world_size",
 ]
 
 RANKS = "ranks"
 PHASES = "reload_each_phase"
 POINT = "reload_point"
+LEAKS = "assert_no_group_leaks"
 
 _TIMEOUT = "reloadpg_timeout"
 _STANDINS = "reloadpg_standins"
 _RELOADED = "reloadpg_reloaded"
-_SIM_BYTES = 1 << 20
 _NUMBERS = 64
 """Minimum number of names to look up: torch uses numbers as names of most groups."""
 
@@ -283,18 +281,6 @@ def reload_point(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def simulated_accelerator(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The simulated accelerator: backend ``sim`` is registered and set up for this test.
-
-    The value is the module ``reloadpg.testing.simulated``. At the end, faults and settings are
-    removed; ``assert_no_group_leaks`` finds communicators that a test leaves. Settings of
-    ``simulated.configure`` may be passed by indirect parametrization; the default is 1 MiB per
-    communicator. On ranks, it is created in each rank.
-    """
-    yield from _here_or_in_ranks(request, "simulated_accelerator")
-
-
-@pytest.fixture
 def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Check that the test leaves no process group.
 
@@ -303,25 +289,17 @@ def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     which are then destroyed, so that the tests that follow can run. On ranks, it is created in each
     rank.
     """
-    yield from _here_or_in_ranks(request, "assert_no_group_leaks")
+    if request.node.get_closest_marker(RANKS) is not None:
+        yield _MADE_IN_RANKS
+        return
+    with _assert_no_group_leaks(request.node.nodeid, destroys=True):
+        yield
 
 
 @pytest.fixture
 def reloadpg_reloaded(request: pytest.FixtureRequest) -> bool:
     """Whether this is the run with reloads."""
     return bool(request.param)
-
-
-def _here_or_in_ranks(request: pytest.FixtureRequest, name: str) -> Iterator[Any]:
-    on_ranks = request.node.get_closest_marker(RANKS) is not None
-    settings = dict(getattr(request, "param", {}))
-    if name == "assert_no_group_leaks":  # a rank's process ends with its test
-        settings = {"test": request.node.nodeid, "destroys": not on_ranks}
-    if on_ranks:
-        yield _MadeInRanks(settings)
-        return
-    with CONTEXTS[name](**settings) as value:
-        yield value
 
 
 # ---------------------------------------------------------------------------------------------
@@ -335,8 +313,9 @@ class RankTest:
     Attributes:
         holder: qualified name of the function's class; None for a module-level function.
         values: arguments created in the test's process.
-        fixtures: by name, in order, the settings of the plugin's fixtures to create in each rank.
-        arguments: those of them that the function takes as arguments.
+        test: the id of the test.
+        checks_leaks: whether to check that no group is left.
+        arguments: the plugin's fixtures that the function takes as arguments.
         phases: whether to reload between phases; False for the unchanged run.
         points: whether to reload only at the calls of ``reload_point``.
     """
@@ -346,7 +325,8 @@ class RankTest:
     holder: str | None
     name: str
     values: Mapping[str, Any]
-    fixtures: Mapping[str, dict[str, Any]]
+    test: str
+    checks_leaks: bool
     arguments: tuple[str, ...]
     backend: str | None
     phases: bool
@@ -356,7 +336,7 @@ class RankTest:
 
 def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
     parameters = inspect.signature(item.obj).parameters
-    in_ranks = {n: v for n, v in item.funcargs.items() if isinstance(v, _MadeInRanks)}
+    in_ranks = [name for name, value in item.funcargs.items() if value is _MADE_IN_RANKS]
     reloaded = hasattr(item, "callspec") and item.callspec.params.get(_RELOADED)
     return RankTest(
         module=item.module.__name__,
@@ -364,7 +344,8 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
         holder=None if item.cls is None else item.cls.__qualname__,
         name=item.originalname,
         values={n: v for n, v in item.funcargs.items() if n in parameters and n not in in_ranks},
-        fixtures={n: v.settings for n, v in in_ranks.items() if v.settings is not None},
+        test=item.nodeid,
+        checks_leaks=LEAKS in in_ranks,
         arguments=tuple(name for name in in_ranks if name in parameters),
         backend=mark.backend,
         phases=bool(reloaded),
@@ -373,11 +354,8 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
     )
 
 
-class _MadeInRanks:
-    """Placeholder in the test's process for a value that each rank has or creates."""
-
-    def __init__(self, settings: dict[str, Any] | None) -> None:
-        self.settings = settings  # of its fixture; None if it is not a fixture there
+_MADE_IN_RANKS = object()
+"""In the test's process, the value of a fixture that each rank has or creates."""
 
 
 def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:
@@ -387,7 +365,7 @@ def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:
             "@pytest.mark.ranks(2).",
             pytrace=False,
         )
-    return _MadeInRanks(None)
+    return _MADE_IN_RANKS
 
 
 def _limit(node: pytest.Item, named: timedelta | float | None) -> float:
@@ -475,15 +453,9 @@ def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[s
                 reloading(test.phases, test.timeout, points=POINT in test.arguments)
             )
         function = _load(test, code)
-        contexts = {}
-        if test.fixtures:
-            contexts = {name: CONTEXTS[name](**given) for name, given in test.fixtures.items()}
-        leak_check = contexts.pop("assert_no_group_leaks", None)
-        for name, context in contexts.items():
-            made[name] = stack.enter_context(context)
         stack.enter_context(_default_group(test.backend, test.timeout))
-        if leak_check is not None:  # it ends first: the default group's end destroys all groups
-            made["assert_no_group_leaks"] = stack.enter_context(leak_check)
+        if test.checks_leaks:  # it ends first: the default group's end destroys all groups
+            made[LEAKS] = stack.enter_context(_assert_no_group_leaks(test.test, destroys=False))
         try:
             function(**test.values, **{name: made[name] for name in test.arguments})
         except pytest.skip.Exception as skipped:
@@ -529,19 +501,6 @@ def _load(test: RankTest, code: bytes) -> Callable[..., Any]:
 
 # ---------------------------------------------------------------------------------------------
 # leaked groups
-
-
-@contextmanager
-def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
-    """Register and set up the simulated accelerator; undo everything at the end."""
-    from reloadpg.testing import simulated
-
-    simulated.register()
-    with simulated.configured(**{"bytes_per_communicator": _SIM_BYTES, **settings}):
-        try:
-            yield simulated
-        finally:
-            simulated.clear_faults()
 
 
 def _existing(also: Iterable[str] = ()) -> dict[tuple[str, object], str]:
@@ -621,13 +580,6 @@ def _destroy_all_but(names: Collection[str]) -> str:
         except Exception as error:
             failures.append(f"group {name!r} could not be destroyed: {error}\n")
     return "".join(failures) or "They were destroyed, for the tests that follow. "
-
-
-CONTEXTS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
-    "simulated_accelerator": _simulated_accelerator,
-    "assert_no_group_leaks": _assert_no_group_leaks,
-}
-"""Implementations of the fixtures, in the test's process or in each rank."""
 
 
 def _communicators() -> dict[int, str]:

@@ -49,14 +49,13 @@ from ..texts import counted
 from . import _rank
 from . import standins as standin_libraries
 from ._rank import RunSpec
-from ._tracebacks import without_runner
 
 _START_LIMIT = 180.0
 """Seconds for the supervisor to import the main module, and torch where the server could not."""
 _END_LIMIT = 20.0
 """Seconds for the supervisor to read stacks and kill everything, after the time limit."""
 _OUTPUT_LIMIT = 1 << 16
-_OUTPUT_LINES = 40
+_OUTPUT_LINES = 60
 _PRELOAD = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"),
     *("pytest", "reloadpg.testing.plugin"),
@@ -68,8 +67,6 @@ _STANDINS = "standins"
 """The folder of a run's own job of the stand-ins."""
 _STARTING = threading.Lock()
 """Held while the environment of this process is changed for one that it starts."""
-_SPOILT_CACHES: list[str] = []
-"""Compiler caches of this process that may have an incomplete file of a killed rank."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +132,8 @@ def run_ranks(
     ranks, their children, and descendants in other sessions. If the supervisor of the run is killed
     (for example by the OOM killer), the ranks and their process groups end with it, but descendants
     in other sessions remain.
-    A directory in `tempfile.gettempdir()` is used and removed; TMPDIR of the ranks is in it.
-    TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR are directories of the calling process, and removed
-    at its exit, unless they were set.
+    A directory in `tempfile.gettempdir()` is used and removed; TMPDIR of the ranks is in it, and
+    so is the cache of torch's compiler, unless TORCHINDUCTOR_CACHE_DIR is set.
 
     Args:
         fn: A module-level function; pickled by name and imported in the ranks.
@@ -315,11 +311,7 @@ def _environments(
 ) -> list[dict[str, str]]:
     temporary = directory / "tmp"
     temporary.mkdir()
-    # One for all runs of this process, since compiling takes seconds.
-    caches = Path(multiprocessing.util.get_temp_dir(), f"caches-{len(_SPOILT_CACHES)}")
     common: dict[str, str | None] = {
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
         # If DNS drops a query for 127.0.0.1, each store connection takes 5 s by default.
         "RES_OPTIONS": "timeout:1 attempts:1",
         **os.environ,
@@ -422,8 +414,6 @@ def _run(job: RunSpec) -> tuple[list[RankOutcome], list[int], list[str]]:
             if not wait([supervisor.sentinel], _END_LIMIT):
                 supervisor.kill()
             supervisor.join(1)
-    if any(outcome.signal is not None for outcome in outcomes):
-        _SPOILT_CACHES.append(job.environments[0].get("TORCHINDUCTOR_CACHE_DIR", ""))
     return outcomes, left, uses
 
 
@@ -552,9 +542,8 @@ def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
         lines.append(f"\n===== rank {outcome.rank}: {', '.join(notes)} =====")
         lines.append((outcome.exception or "").rstrip())
         if outcome.timed_out or outcome.ended:
-            stacks = without_runner((outcome.stack or "(none given)").rstrip().splitlines())
-            lines += ["--- Python stacks ---", *stacks]
-        output = without_runner(outcome.output.rstrip().splitlines())
+            lines += ["--- Python stacks ---", (outcome.stack or "(none given)").rstrip()]
+        output = outcome.output.rstrip().splitlines()
         if output:
             lines.append(f"--- output, last {min(len(output), _OUTPUT_LINES)} lines ---")
             lines.extend(output[-_OUTPUT_LINES:])

@@ -67,7 +67,7 @@ def isolate() -> None:
     os.register_at_fork(after_in_child=stdin.close)  # the keeper waits only for this process
     os.environ["TMPDIR"] = os.environ["RAY_TMPDIR"] = folder
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
-    # Torch's default is in the temporary folder; run_ranks sets one for each process.
+    # Torch's default is in the temporary folder.
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     tempfile.tempdir = None
 

@@ -139,9 +139,8 @@ def seen() -> list[dict[str, Any]]:
     install = "RELOADPG_AUTOINSTALL=1 RELOADPG_BACKENDS=gloo"
     environment = {**parsed(f"{variables} {install}"), "GROUP_RANK": None}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("OF_THE_CALLER", "ROLE_RANK", "TORCHELASTIC_RUN_ID", "TRITON_CACHE_DIR"):
+        for name in ("OF_THE_CALLER", "ROLE_RANK", "TORCHELASTIC_RUN_ID"):
             patch.setenv(name, "7")
-        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it compiles
         return run_ranks(
             describe_rank,
             2,
@@ -176,14 +175,11 @@ def test_a_rank_inherits_the_environment_without_the_callers_job(seen: Any) -> N
 
 
 def test_a_run_has_a_separate_temporary_folder(seen: Any) -> None:
-    """It is removed. The compiler caches are those of the calling process."""
+    """It is removed."""
     for found in seen:
         environment = found["environment"]
         assert Path(found["temporary"]).parent == Path(environment["TMPDIR"])
         assert not Path(environment["TMPDIR"]).parent.exists()
-        cache = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
-        assert cache.parents[1] == Path(environment["TMPDIR"]).parents[1]
-        assert environment["TRITON_CACHE_DIR"] == "7"  # set by the caller
 
 
 def test_a_rank_has_torch_imported(seen: Any) -> None:
@@ -368,10 +364,7 @@ def crash_below(frames: int) -> None:
 
 
 def test_a_crash_is_reported_before_an_earlier_exception(tmp_path: Path) -> None:
-    """It is the likely cause. Frames of libraries are folded, except for the last.
-
-    The stack of the crash begins where it happened, and has no frames of the runner.
-    """
+    """It is the likely cause. The stack of the crash begins where it happened."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(crash_of_one, 2, args=(str(tmp_path),), timeout=LIMIT)
     message = str(caught.value)
@@ -379,9 +372,7 @@ def test_a_crash_is_reported_before_an_earlier_exception(tmp_path: Path) -> None
     assert message.index("===== rank 1: ") < message.index("===== rank 0: ")
     assert f'File "{ctypes.__file__}", line' in message.partition("===== rank 0: ")[0]
     assert "in crash_of_one" in message
-    assert "_rank.py" not in message.partition("===== rank 0: ")[0]
     assert 'json.loads("no json")' in message
-    assert "frames of Python" in message
     assert "JSONDecodeError" in message
 
 
@@ -551,22 +542,6 @@ def test_runs_leave_no_directories_or_descriptors() -> None:
 
 def server_and_folder(rank: int, world_size: int) -> tuple[int, str]:
     return parent_of(os.getppid()), str(Path(os.environ["TMPDIR"]).parents[1])
-
-
-def cache(rank: int, world_size: int, killed: bool) -> str:
-    if killed:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return os.environ["TORCHINDUCTOR_CACHE_DIR"]
-
-
-def test_runs_share_a_compiler_cache_until_a_rank_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A killed rank may leave half a file in it."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    first, second = (run_ranks(cache, 1, args=(False,), timeout=LIMIT) for _ in range(2))
-    run_ranks(cache, 1, args=(True,), timeout=LIMIT, check=False)
-    assert first == second != run_ranks(cache, 1, args=(False,), timeout=LIMIT)
 
 
 @pytest.fixture

@@ -66,8 +66,6 @@ SETTINGS: Mapping[str, str] = {
     "RELOADPG_STANDIN_DEVICES": "number of devices (8)",
     "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (81920)",
     "RELOADPG_STANDIN_CONTEXT_MIB": "memory that a process takes on a device that it uses (0)",
-    "RELOADPG_STANDIN_KERNELS": "operators: compute on the CPU, or launch kernels, of which all "
-    "but a few are refused (refuse) or do nothing (skip) (compute)",
     "RELOADPG_STANDIN_COMM_PERCENT": "memory of a communicator, in percent of that measured (100)",
     "RELOADPG_STANDIN_NVLS": "1: the devices support multicast, with which NCCL uses NVLS (0)",
     "RELOADPG_STANDIN_CONNECT": "1: the first collective of a communicator connects its members in "
@@ -313,10 +311,10 @@ def preloading() -> dict[str, str]:
 
 
 def refuse_unknown_settings(environ: Mapping[str, str | None]) -> None:
-    """Refuse unknown ``RELOADPG_STANDIN_`` variables and invalid values. Local, pure.
+    """Refuse unknown ``RELOADPG_STANDIN_`` variables. Local, pure.
 
     Raises:
-        StandinsError: a variable is unknown or invalid.
+        StandinsError: a variable is unknown.
     """
     known = {JOB, *SETTINGS}
     unknown = sorted(n for n in environ if n.startswith("RELOADPG_STANDIN_") and n not in known)
@@ -325,12 +323,6 @@ def refuse_unknown_settings(environ: Mapping[str, str | None]) -> None:
             f"the environment has {unknown[0]}{did_you_mean(unknown[0], known)}, which the "
             "stand-ins for CUDA and NCCL do not know; nothing was started. Correct the name or "
             "unset it."
-        )
-    kernels = environ.get("RELOADPG_STANDIN_KERNELS") or "compute"
-    if kernels not in ("compute", "refuse", "skip"):
-        raise StandinsError(
-            f"RELOADPG_STANDIN_KERNELS={kernels}: it is compute, refuse or skip; nothing was "
-            "started."
         )
 
 
@@ -362,11 +354,7 @@ def load() -> None:
 
 
 def activate() -> None:
-    """Replace torch's CUDA kernels. Called at the end of ``import torch``. Local, idempotent.
-
-    A rank of ``run_ranks`` that was forked after that import calls it again, since its environment
-    may differ.
-    """
+    """Replace torch's CUDA kernels. Called at the end of ``import torch``. Local, idempotent."""
     from . import kernels
 
     kernels.activate()

@@ -1035,58 +1035,6 @@ struct LaunchSettings {
 };
 thread_local std::vector<LaunchSettings> t_launches;
 
-// The arguments of torch's vectorized_elementwise_kernel: count, functor, addresses of the tensors.
-template <class T>
-Operation fill(void** arguments) {
-  int count = *static_cast<int*>(arguments[0]);
-  T value = *static_cast<T*>(arguments[1]);
-  T* to = static_cast<T**>(arguments[2])[0];
-  return [=] { std::fill_n(to, count, value); };
-}
-
-template <class T>
-Operation add(void** arguments) {  // a + factor * b
-  int count = *static_cast<int*>(arguments[0]);
-  T factor = *static_cast<T*>(arguments[1]);
-  T** addresses = static_cast<T**>(arguments[2]);
-  T *to = addresses[0], *a = addresses[1], *b = addresses[2];
-  return [=] {
-    for (int k = 0; k < count; k++) to[k] = a[k] + factor * b[k];
-  };
-}
-
-template <class T>
-Operation add_number(void** arguments) {  // a + factor * number
-  int count = *static_cast<int*>(arguments[0]);
-  T* functor = static_cast<T*>(arguments[1]);
-  T summand = functor[0] * functor[1];
-  T** addresses = static_cast<T**>(arguments[2]);
-  T *to = addresses[0], *a = addresses[1];
-  return [=] {
-    for (int k = 0; k < count; k++) to[k] = a[k] + summand;
-  };
-}
-
-Operation on_host(const std::string& mangled, void** arguments) {
-  static const std::pair<const char*, Operation (*)(void**)> known[] = {
-      {"11FillFunctorIfE", fill<float>},       {"11FillFunctorIdE", fill<double>},
-      {"11FillFunctorIlE", fill<int64_t>},     {"11FillFunctorIiE", fill<int32_t>},
-      {"11FillFunctorIsE", fill<int16_t>},     {"11FillFunctorIbE", fill<int8_t>},
-      {"11FillFunctorIhE", fill<int8_t>},      {"11FillFunctorIaE", fill<int8_t>},
-      {"11FillFunctorIN3c104HalfEE", fill<int16_t>},
-      {"11FillFunctorIN3c108BFloat16EE", fill<int16_t>},
-      {"15CUDAFunctor_addIfE", add<float>},    {"15CUDAFunctor_addIdE", add<double>},
-      {"15CUDAFunctor_addIlE", add<int64_t>},  {"15CUDAFunctor_addIiE", add<int32_t>},
-      {"21CUDAFunctorOnSelf_addIfE", add_number<float>},
-      {"21CUDAFunctorOnSelf_addIdE", add_number<double>},
-      {"21CUDAFunctorOnSelf_addIlE", add_number<int64_t>},
-  };
-  if (mangled.find("vectorized_elementwise_kernelI") == std::string::npos) return nullptr;
-  for (auto& [functor, make] : known)
-    if (mangled.find(functor) != std::string::npos) return make(arguments);
-  return nullptr;
-}
-
 std::string readable(const std::string& mangled) {
   int status = 0;
   char* text = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status);
@@ -1095,11 +1043,9 @@ std::string readable(const std::string& mangled) {
   return name.substr(0, 300);
 }
 
-cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) {
+cudaError_t launch(const void* function) {
   auto found = kernels().find(function);
   std::string name = found == kernels().end() ? "of an unknown name" : found->second;
-  if (Operation operation = on_host(name, arguments)) return push(stream, operation, false);
-  if (setting("KERNELS", "refuse") == "skip") return push(stream, [] {}, false);
   return refuse("it has no kernel " + readable(name));
 }
 
@@ -1142,23 +1088,23 @@ EXPORT cudaError_t __cudaGetKernel(const void** kernel, const void* function) {
 }
 
 EXPORT cudaError_t cudaLaunchKernel(
-    const void* function, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
-  return launch(function, arguments, stream);
+    const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
+  return launch(function);
 }
 
 EXPORT cudaError_t __cudaLaunchKernel(
-    const void* kernel, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
-  return launch(kernel, arguments, stream);
+    const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+  return launch(kernel);
 }
 
 EXPORT cudaError_t cudaLaunchCooperativeKernel(
-    const void* function, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
-  return launch(function, arguments, stream);
+    const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
+  return launch(function);
 }
 
 EXPORT cudaError_t cudaLaunchKernelExC(
-    const cudaLaunchConfig_t* settings, const void* function, void** arguments) {
-  return launch(function, arguments, settings->stream);
+    const cudaLaunchConfig_t*, const void* function, void**) {
+  return launch(function);
 }
 
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {

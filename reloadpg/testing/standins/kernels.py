@@ -17,8 +17,6 @@ Limits:
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -36,30 +34,18 @@ _STRIDE = 0x9E3779B1
 """Distance between the seeds of two draws. The CPU's generator uses the low 32 bits of a seed."""
 
 _libraries: list[torch.library.Library] = []
-_active = contextlib.ExitStack()
-"""Undoes the changes of :func:`activate`."""
+"""Holds the replaced kernels, which end with their library."""
 
 _draw = threading.Lock()
 
 
 def activate() -> None:
-    """Replace torch's CUDA kernels, unless RELOADPG_STANDIN_KERNELS requests kernel launches.
-
-    In that case it undoes an earlier replacement: a rank is forked with it, and its environment
-    may differ. Local, idempotent; takes less than a second.
-    """
-    if os.environ.get("RELOADPG_STANDIN_KERNELS", "") not in ("", "compute"):
-        _active.close()
-    elif not _libraries:
-        _activate()
-
-
-def _activate() -> None:
+    """Replace torch's CUDA kernels. Local, idempotent; takes less than a second."""
+    if _libraries:
+        return
     needs.refuse_missing("the stand-in for CUDA", "stand-ins")
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
-    _active.callback(_libraries.clear)
-    _active.callback(library._destroy)
     _skip_in_compiled_code()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of overridden kernels, which are intended
@@ -71,12 +57,9 @@ def _activate() -> None:
                 if not kernel.makes_view:
                     library.impl(name, kernel.run, "CUDA", allow_override=True)
         library.impl("copy_", _copy, "CUDA", allow_override=True)
-    _active.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
     torch.backends.cudnn.enabled = False
     for name in ("flash", "mem_efficient", "cudnn"):
-        enable = getattr(torch.backends.cuda, f"enable_{name}_sdp")
-        _active.callback(enable, getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
-        enable(False)
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
 
 
 def _skip_in_compiled_code() -> None:

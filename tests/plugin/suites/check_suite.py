@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import all_reduce  # an early alias, as Megatron has
 
 import reloadpg
+from reloadpg.testing import simulated
 
 
 @dataclass(frozen=True)
@@ -200,32 +201,8 @@ def ended():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("simulated_accelerator", [{"bytes_per_communicator": 8192}], indirect=True)
-def test_sim_is_set_up(simulated_accelerator):
-    initialized_alone("sim")
-    summed()
-    assert simulated_accelerator.stats().held_bytes == 8192
-    simulated_accelerator.inject(simulated_accelerator.Fault(at="collective", times=None))
-    dist.destroy_process_group()
-
-
-def test_sim_settings_are_reset_between_tests(simulated_accelerator):
-    initialized_alone("sim")
-    summed()  # no fault of the test before
-    assert simulated_accelerator.stats().held_bytes == 1 << 20
-    dist.destroy_process_group()
-
-
-def test_sim_settings_are_reset_without_the_fixture():
-    from reloadpg.testing import simulated
-
-    initialized_alone("sim")
-    summed()
-    assert simulated.stats().held_bytes == 32 << 20
-    dist.destroy_process_group()
-
-
-def test_sim_communicator_left(ended, simulated_accelerator, assert_no_group_leaks):
+def test_sim_communicator_left(ended, assert_no_group_leaks):
+    simulated.register()
     initialized_alone("sim")
     summed()
 
@@ -252,15 +229,16 @@ def test_after_leaks(assert_no_group_leaks):
 
 
 @pytest.mark.ranks(2)
-def test_leaks_on_ranks(simulated_accelerator, assert_no_group_leaks):
+def test_leaks_on_ranks(assert_no_group_leaks):
+    simulated.register()
     reloadpg.install(backends={"sim"})
     dist.init_process_group("sim")
     summed()
 
 
-@pytest.mark.ranks(2, backend="sim")
-def test_no_leak_on_ranks(simulated_accelerator, assert_no_group_leaks):
-    reloadpg.install(backends={"sim"})
+@pytest.mark.ranks(2, backend="gloo")
+def test_no_leak_on_ranks(assert_no_group_leaks):
+    reloadpg.install(backends={"gloo"})
     group = dist.new_group([0, 1])
     summed(group)
     dist.destroy_process_group(group)
@@ -272,7 +250,8 @@ def test_leak_with_a_default_group(assert_no_group_leaks):
 
 
 @pytest.mark.ranks(1)
-def test_body_failure_with_a_leak(simulated_accelerator, assert_no_group_leaks):
+def test_body_failure_with_a_leak(assert_no_group_leaks):
+    simulated.register()
     dist.init_process_group("sim")
     summed()
     raise LookupError("of the body")
@@ -336,7 +315,8 @@ def test_phases_of_smaller_groups_and_sends(rank):
 
 @pytest.mark.ranks(2)
 @pytest.mark.reload_each_phase
-def test_phases_by_reload_point(simulated_accelerator, assert_no_group_leaks, reload_point):
+def test_phases_by_reload_point(assert_no_group_leaks, reload_point):
+    simulated.register()
     dist.init_process_group("sim")
     for _ in range(3):
         reload_point()
