@@ -6,65 +6,22 @@ With TRL's own vLLM in the trainer's processes (``use_vllm=True``, ``vllm_mode="
     trainer = GRPOTrainer(...)
     offloaded_generation(trainer, block=reloadpg.swapped(out="trainer", into="engine"))
 
-With a rollout function::
-
-    GRPOTrainer(..., rollout_func=offloaded_rollout(rollout, prepare=send_weights))
+A ``rollout_func`` of your own runs within :class:`reloadpg.offloaded`.
 
 TRL (1.16) is not imported here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import wrapt
 
-from .. import offloaded
 from ..errors import InvalidOptionError
 from .optimizers import Rollouts
 
-__all__ = ["OffloadedEngine", "offloaded_generation", "offloaded_rollout"]
-
-
-def offloaded_rollout(
-    rollout: Callable[[Any, Any], Any],
-    *,
-    prepare: Callable[[Any], object] | None = None,
-    block: AbstractContextManager[Any] | None = None,
-) -> Callable[[Any, Any], Any]:
-    """Wrap a ``rollout_func`` of TRL, so that it runs while the trainer's groups are offloaded.
-
-    Local. The returned function, which TRL calls on every rank, is collective over all ranks, like
-    :func:`reloadpg.offload` and :func:`reloadpg.reload`. An exception of the rollout propagates
-    after the groups are reloaded.
-
-    Args:
-        rollout: ``rollout(prompts, trainer)``.
-        prepare: called with the trainer while the groups are still live, to gather parameters and
-            pass them to the engine.
-        block: the context manager around the rollout; by default a :class:`reloadpg.offloaded`. If
-            the engine uses groups of this process, see :func:`offloaded_generation`.
-
-    Raises:
-        InvalidOptionError: an argument is invalid.
-    """
-    for name, value in (("rollout", rollout), ("prepare", prepare)):
-        if not callable(value) and (name == "rollout" or value is not None):
-            raise InvalidOptionError(
-                f"offloaded_rollout({name}={value!r}): not callable; nothing was wrapped. "
-                "Pass a function."
-            )
-    around: AbstractContextManager[Any] = offloaded() if block is None else block
-
-    def rollout_func(prompts: Any, trainer: Any) -> Any:
-        if prepare is not None:
-            prepare(trainer)
-        with around:
-            return rollout(prompts, trainer)
-
-    return rollout_func
+__all__ = ["OffloadedEngine", "offloaded_generation"]
 
 
 def offloaded_generation(

@@ -37,7 +37,7 @@ class Framework(NamedTuple):
 FRAMEWORKS = (
     Framework("transformers", "Trainer, DDP", "transformers.offloaded_phase", 4),
     Framework("lightning", "Trainer, DDP", "lightning.offloaded_phase", 6),
-    Framework("trl", "GRPOTrainer, DDP", "trl.offloaded_rollout", 8),
+    Framework("trl", "GRPOTrainer, DDP", "reloadpg.offloaded", 8),
     Framework("deepspeed", "engine, ZeRO 1, 2, 3", "deepspeed.offloaded", 12),
 )
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
 from reloadpg.errors import InvalidOptionError, ReloadpgError
-from reloadpg.integrations import deepspeed, lightning, optimizers, transformers, trl
+from reloadpg.integrations import deepspeed, lightning, optimizers, transformers
 
 STEPS = 6
 
@@ -102,8 +102,6 @@ def test_hooks_refuse_what_they_cannot_use() -> None:
         transformers.offloaded_phase(when="never")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match=r"when='never'.*one of train_batch_end"):
         lightning.offloaded_phase(when="never")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOptionError, match=r"rollout=None.*nothing was wrapped"):
-        trl.offloaded_rollout(None)  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match=r"offloaded\(Linear\).*deepspeed.initialize"):
         deepspeed.offloaded(torch.nn.Linear(1, 1))
 
@@ -134,18 +132,6 @@ class Order:
 
     def __exit__(self, *_: object) -> None:
         self.seen.append("exit")
-
-
-def test_a_rollout_is_prepared_with_live_groups() -> None:
-    """The weights come first, then the block, and within it the rollout with TRL's arguments."""
-    order = Order()
-    rollout = trl.offloaded_rollout(
-        lambda prompts, trainer: order.seen.append(f"rollout {prompts} {trainer}") or "done",
-        prepare=lambda trainer: order.seen.append(f"prepare {trainer}"),
-        block=order,
-    )
-    assert rollout("prompts", "trainer") == "done"
-    assert order.seen == ["prepare trainer", "enter", "rollout prompts trainer", "exit"]
 
 
 def test_a_deepspeed_engine_drops_its_handles_before_its_groups_are_offloaded() -> None:

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer (DDP) with a rollout function, and ``reloadpg.integrations.trl`` around it."""
+"""TRL's GRPOTrainer (DDP) with a rollout function, and ``reloadpg.offloaded`` around it."""
 
 import hook_results as results
 import torch
@@ -24,9 +24,12 @@ def main():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **tokens, **results.SIZES))
     rollout_func = rollout
     if results.HOOK:
-        from reloadpg.integrations.trl import offloaded_rollout
+        import reloadpg
 
-        rollout_func = offloaded_rollout(rollout)
+        def rollout_func(prompts, trainer):
+            with reloadpg.offloaded():
+                return rollout(prompts, trainer)
+
     prompts = [" ".join(WORDS[2 + (i + j) % 26] for j in range(4)) for i in range(32)]
     trainer = trl.GRPOTrainer(
         model,
