@@ -1,4 +1,4 @@
-"""Views of torch's state for tests and tools: table sizes, registered names, the debug server."""
+"""Views of torch's state for tools."""
 
 from __future__ import annotations
 
@@ -8,35 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from torch._C import _distributed_c10d as _cpp
 from torch.distributed import distributed_c10d as _c10d
 
 from .needs import refuse_missing
-from .tables import tables_by_group
-
-
-def table_sizes() -> dict[str, int]:
-    """Entries of each of c10d's tables of groups, by the table's name. Local."""
-    # Torch leaves a group's tag behind with an empty list.
-    tags = _c10d._world.tags_to_pg.values()
-    return {
-        **{name: len(table) for name, table in tables_by_group().items()},
-        "tags_to_pg": sum(map(len, tags)),
-    }
-
-
-def registered(names: Iterable[str]) -> frozenset[str]:
-    """Return the names that are in the C++ registry, which cannot be listed. Local."""
-    refuse_missing("a check of the groups that a test leaves", "tests")
-
-    def is_registered(name: str) -> bool:
-        try:
-            return _cpp._resolve_process_group(cast(Any, name)) is not None
-        except (RuntimeError, ValueError):
-            return False
-
-    return frozenset(name for name in names if is_registered(name))
-
 
 SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
 

@@ -155,7 +155,6 @@ NEEDS: tuple[Need, ...] = (
         "execute_save",
         "saves",
     ),
-    *_names("tests find names that a test has left behind", _C, "_resolve_process_group", "tests"),
     *_names(_DUMPS, _C, "_dump_nccl_trace", "flight recorder"),
     *_names(_DUMPS, f"{_C}:ProcessGroupNCCL", "uid", "flight recorder"),
     *_names(

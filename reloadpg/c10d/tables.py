@@ -287,10 +287,5 @@ def discard_generation(inner: ProcessGroup) -> None:
     _flight_recorder_hooks().pop(inner, None)
 
 
-def tables_by_group() -> dict[str, dict[Any, Any]]:
-    """The tables whose keys are groups, by name."""
-    return {name: getattr(_c10d._world, name) for name in _BY_GROUP}
-
-
 def _flight_recorder_hooks() -> dict[Any, Any]:
     return getattr(_c10d._world, _HOOKS, {})

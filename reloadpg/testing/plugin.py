@@ -50,7 +50,7 @@ import marshal
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,8 +82,6 @@ LEAKS = "assert_no_group_leaks"
 _TIMEOUT = "reloadpg_timeout"
 _STANDINS = "reloadpg_standins"
 _RELOADED = "reloadpg_reloaded"
-_NUMBERS = 64
-"""Minimum number of names to look up: torch uses numbers as names of most groups."""
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
@@ -284,10 +282,9 @@ def reload_point(request: pytest.FixtureRequest) -> Any:
 def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Check that the test leaves no process group.
 
-    Compares c10d's tables, the C++ registry of names, reloadable groups and communicators of the
-    simulated accelerator before and after the test. The failure names the test and the groups,
-    which are then destroyed, so that the tests that follow can run. On ranks, it is created in each
-    rank.
+    Compares the groups in c10d's tables, and the communicators of the simulated accelerator, before
+    and after the test. The failure names the test and the groups, which are then destroyed, so that
+    the tests that follow can run. On ranks, it is created in each rank.
     """
     if request.node.get_closest_marker(RANKS) is not None:
         yield _MADE_IN_RANKS
@@ -503,33 +500,20 @@ def _load(test: RankTest, code: bytes) -> Callable[..., Any]:
 # leaked groups
 
 
-def _existing(also: Iterable[str] = ()) -> dict[tuple[str, object], str]:
-    """The process groups of this process, as text by place and name. Runs a garbage collection.
-
-    ``also`` are further names to look up in the C++ registry, which cannot be listed.
-    """
-    from ..c10d import inspection, tables
-    from ..groups.proxy import ReloadableProcessGroup
+def _existing() -> dict[tuple[str, str], str]:
+    """The process groups of this process, as text by place and name. Runs a garbage collection."""
+    from ..c10d import tables
 
     gc.collect()
-    groups = {tables.name_of(group): _text(group) for group in tables.known_groups()}
-    proxies = {
-        one.group_name
-        for one in gc.get_objects()
-        if type(one) is ReloadableProcessGroup and one.state.value != "destroyed"
-    }
-    registered = inspection.registered({*groups, *proxies, *also, *map(str, range(_NUMBERS))})
-    found: dict[tuple[str, object], str] = {}
-    for name, text in groups.items():
-        found["table", name] = f"group {name!r} ({text}) is still in c10d's tables"
-    for name in sorted(registered):
-        found["registry", name] = f"C++ still finds a group by the name {name!r}"
-    for name in sorted(proxies):
-        found["reloadable", name] = f"reloadable group {name!r} is not destroyed"
-    for name in _communicators().values():
-        found["simulated", name.partition("@")[0]] = (
-            f"the simulated accelerator still holds a communicator of group {name!r}"
-        )
+    found = {}
+    for group in tables.known_groups():
+        name = tables.name_of(group)
+        found["table", name] = f"group {name!r} ({_text(group)}) is still in c10d's tables"
+    if simulated := sys.modules.get("reloadpg.testing.simulated"):
+        for one in simulated.groups():
+            found["simulated", one.name.partition("@")[0]] = (
+                f"the simulated accelerator still holds a communicator of group {one.name!r}"
+            )
     return found
 
 
@@ -541,22 +525,12 @@ def _assert_no_group_leaks(test: str, *, destroys: bool) -> Iterator[None]:
         test: the id of the test.
         destroys: whether to destroy what was left, since other tests run in this process.
     """
-    from ..c10d import inspection
-
-    before, sizes = _existing(), inspection.table_sizes()
+    before = {name for _, name in _existing()}
     yield
-    known = {str(name) for place, name in before if place == "table"}
-    now = _existing(also=known)
-    # A group that existed may have become reloadable or have connected since.
-    left = [text for key, text in now.items() if key not in before and key[1] not in known]
-    left += [
-        f"c10d's table {table} has {size} entries, {sizes.get(table, 0)} before"
-        for table, size in inspection.table_sizes().items()
-        if size > sizes.get(table, 0)
-    ]
+    left = [text for (_, name), text in _existing().items() if name not in before]
     if left:
         lines = "\n".join(f"  {one}" for one in left)
-        done = _destroy_all_but(known) if destroys else ""
+        done = _destroy_all_but(before) if destroys else ""
         raise AssertionError(
             f"{test} left process groups behind:\n{lines}\n{done}Destroy them with "
             "torch.distributed.destroy_process_group(group); without an argument it destroys all."
@@ -580,11 +554,6 @@ def _destroy_all_but(names: Collection[str]) -> str:
         except Exception as error:
             failures.append(f"group {name!r} could not be destroyed: {error}\n")
     return "".join(failures) or "They were destroyed, for the tests that follow. "
-
-
-def _communicators() -> dict[int, str]:
-    simulated = sys.modules.get("reloadpg.testing.simulated")
-    return {} if simulated is None else {group.serial: group.name for group in simulated.groups()}
 
 
 def _text(group: Any) -> str:

@@ -27,30 +27,34 @@ all devices. It cannot be split.
 
 from __future__ import annotations
 
+import mmap
+import os
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
 
-from torch.distributed import Backend
+import torch
+from torch.distributed import (
+    Backend,
+    DistBackendError,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    Store,
+)
 
+from reloadpg.c10d import backends, stores, tables
+from reloadpg.groups import dispatch
 from reloadpg.lifecycle import memory
 from reloadpg.rendezvous.round import barrier_hooks
-
-from ._sim_group import Communicator, SimulatedProcessGroup
-from ._sim_state import (
-    DEVICES,
-    NAME,
-    BarrierInfo,
-    Device,
-    Fault,
-    GroupInfo,
-    InjectedFault,
-    InjectedFaultError,
-    SimState,
-    Stats,
-)
+from reloadpg.rendezvous.worker_thread import LibraryThread
 
 __all__ = [
     "NAME",
@@ -63,14 +67,672 @@ __all__ = [
     "Stats",
     "clear_faults",
     "configure",
-    "configured",
     "groups",
     "inject",
     "register",
     "stats",
 ]
 
+NAME = "sim"
+DEVICES = ("cpu", "privateuseone")
+"""It serves a device other than the CPU, like an accelerator's backend, and also the CPU, so that
+all of torch.distributed can run on it without an accelerator."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    bytes_per_communicator: int = 32 << 20
+    eager: bool = False
+    creation_seconds: float = 0.0
+    release_seconds: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------------
+# groups
+
+
+class SimState(str, Enum):
+    """State of a communicator of the simulated accelerator."""
+
+    CREATED = "created"
+    CONNECTED = "connected"
+    RELEASED = "released"
+    LEAKED = "leaked"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of one process since it registered the backend, or was forked.
+
+    Attributes:
+        created: number of created groups.
+        connected: number of groups that were used at least once.
+        released: number of groups ended by ``shutdown`` or ``abort``.
+        leaked: number of groups collected without either; their memory is freed anyway.
+        live: number of existing groups.
+        held_bytes: memory that communicators hold.
+        collectives: number of collective and point-to-point operations that were started.
+    """
+
+    created: int
+    connected: int
+    released: int
+    leaked: int
+    live: int
+    held_bytes: int
+    collectives: int
+
+
+@dataclass(eq=False)
+class GroupInfo:
+    """One group, with the arguments that the creating function received.
+
+    Attributes:
+        name: name of the group that torch gave to the creating function.
+        desc: description that torch set afterwards.
+        rank: rank in the group, as received.
+        size: number of members, as received.
+        ranks: global ranks as received; torch passes none for the default group.
+        timeout: the timeout as received.
+        pg_options: the object that was received.
+        state: :class:`SimState`.
+        held_bytes: memory that it holds now.
+        collectives: operations that were started on it.
+        serial: number of the group in this process, counted from 1.
+    """
+
+    name: str
+    desc: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    timeout: timedelta
+    pg_options: object
+    state: SimState = SimState.CREATED
+    held_bytes: int = 0
+    collectives: int = 0
+    serial: int = 0
+    releasing: bool = False
+    """Whether a release was begun."""
+    memory: mmap.mmap | None = None
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job; torch passes no ranks for the default group."""
+        return self.ranks[self.rank] if self.ranks else self.rank
+
+    @property
+    def is_open(self) -> bool:
+        return self.state not in (SimState.RELEASED, SimState.LEAKED)
+
+    def __str__(self) -> str:
+        return f"group {self.name!r} ({self.desc})"
+
+
+@dataclass(frozen=True)
+class BarrierInfo:
+    """A barrier, or the next one of a rank that has failed.
+
+    Attributes:
+        name: the operation and the phase: ``reload.enter``.
+        global_rank: rank of this process.
+    """
+
+    name: str
+    global_rank: int
+
+
+# ---------------------------------------------------------------------------------------------
+# faults
+
+
+FaultPoint = Literal["create", "connect", "release", "collective", "barrier", "failure"]
+FaultAction = Literal["raise", "stall", "call"]
+FaultMoment = Literal["before", "waiting", "after"]
+
+
+class InjectedFaultError(RuntimeError):
+    """Raised by an injected fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault to inject: the action, the place, and the time.
+
+    Attributes:
+        at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
+            (``shutdown`` or ``abort``), ``collective`` (the start of an operation). On any
+            backend: ``barrier`` (of an offload, a reload or a recovery), ``failure`` (this rank is
+            about to notify the others that it has failed).
+        action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
+            fault is cleared or ``seconds`` have passed, then continue; ``call`` a function.
+        group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
+            is every later generation of group ``1``). A group has no description at ``create``.
+        operation: only this method of the group (``allreduce``, ``shutdown``, ``abort``), or
+            this barrier (``offload.enter``, ``offload.released``, ``reload.done``).
+        rank: only in the process of this global rank.
+        nth: the first matching event that fails, counted from 1 since the injection.
+        times: number of matching events that fail, from the ``nth`` on; None for all.
+        moment: ``before`` the step, which is then not done, or ``after`` it. A group that fails
+            after ``create`` is released. A collective has no ``after``. A rank is ``before`` a
+            barrier until it arrives; ``waiting`` for other ranks when it has been counted, in
+            another thread, where nothing can be raised; ``after`` it has read the decision.
+        seconds: maximum duration of ``stall``; None stalls until it is cleared.
+        message: text of the error.
+        call: for ``call``: called in the thread of the event, with the group's current info, or
+            the barrier's :class:`BarrierInfo`. Its exceptions, including ``KeyboardInterrupt``,
+            propagate from the step.
+    """
+
+    at: FaultPoint
+    action: FaultAction = "raise"
+    group: str | None = None
+    operation: str | None = None
+    rank: int | None = None
+    nth: int = 1
+    times: int | None = 1
+    moment: FaultMoment = "before"
+    seconds: float | None = None
+    message: str = ""
+    call: Callable[[Any], object] | None = None
+
+    def __post_init__(self) -> None:
+        allowed = {"at": FaultPoint, "action": FaultAction, "moment": FaultMoment}
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if value not in get_args(values):
+                raise ValueError(
+                    f"Fault({name}={value!r}): use one of {', '.join(get_args(values))}"
+                )
+        if self.nth < 1 or (self.times is not None and self.times < 1):
+            raise ValueError(
+                f"Fault(nth={self.nth}, times={self.times}): events are counted from 1, and at "
+                "least one must fail"
+            )
+        if (self.action == "call") is not callable(self.call):
+            raise ValueError("Fault: the action call and the function call go together")
+        moments = {
+            "barrier": get_args(FaultMoment),
+            "collective": ("before",),
+            "failure": ("before",),
+        }
+        if self.moment not in moments.get(self.at, ("before", "after")):
+            raise ValueError(
+                f"Fault(at={self.at!r}, moment={self.moment!r}): there is no such moment"
+            )
+        if self.at in ("barrier", "failure") and self.group is not None:
+            raise ValueError(f"Fault(at={self.at!r}, group={self.group!r}): it is of no group")
+        if (self.action, self.moment) == ("raise", "waiting"):
+            raise ValueError("Fault(moment='waiting'): nothing can be raised there")
+
+    def matches(
+        self, at: FaultPoint, operation: str, info: GroupInfo | BarrierInfo, moment: FaultMoment
+    ) -> bool:
+        if (at, moment) != (self.at, self.moment) or self.operation not in (None, operation):
+            return False
+        if self.rank not in (None, info.global_rank):
+            return False
+        if self.group is None or not isinstance(info, GroupInfo):
+            return True
+        return fnmatchcase(info.name, self.group) or fnmatchcase(info.desc, self.group)
+
+
+class InjectedFault:
+    """Handle of one injected fault; as a context manager it removes it at the end.
+
+    Attributes:
+        fault: the injected fault.
+        fired: number of failed events so far.
+    """
+
+    def __init__(self, fault: Fault, remove: Callable[[InjectedFault], None]) -> None:
+        self.fault = fault
+        self._seen = 0
+        self.fired = 0
+        self._remove = remove
+        self._has_fired = threading.Event()
+        self._cleared = threading.Event()
+
+    def clear(self) -> None:
+        """Remove the fault; stalled threads continue. Idempotent."""
+        self._remove(self)
+        self._cleared.set()
+
+    def wait_fired(self, timeout: float) -> bool:
+        """Wait until the fault has fired (a stall: until it stalls); return whether it has."""
+        return self._has_fired.wait(timeout)
+
+    def __enter__(self) -> InjectedFault:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def strikes(self) -> bool:
+        """Count one matching event; return whether it fails. The device's lock is held."""
+        self._seen += 1
+        last = None if self.fault.times is None else self.fault.nth + self.fault.times - 1
+        if self._seen < self.fault.nth or (last is not None and self._seen > last):
+            return False
+        self.fired += 1
+        return True
+
+    def act(self, where: str, info: GroupInfo | BarrierInfo) -> None:
+        fault = self.fault
+        self._has_fired.set()
+        if fault.call is not None:
+            fault.call(info)
+        elif fault.action == "raise":
+            raise InjectedFaultError(fault.message or f"injected fault {where}")
+        else:
+            self._cleared.wait(fault.seconds)
+
+
+# ---------------------------------------------------------------------------------------------
+# the device
+
+
+class Device:
+    """The simulated device of this process: settings, memory, groups, faults.
+
+    Thread-safe. No lock is held while a fault acts.
+    """
+
+    def __init__(self) -> None:
+        # A collection may end a group while this is held.
+        self.lock = threading.RLock()
+        self.settings = Settings()
+        self.live: dict[int, GroupInfo] = {}
+        self.counts = dict.fromkeys((one.name for one in fields(Stats)), 0)
+        self.faults: list[InjectedFault] = []
+
+    def open(self, info: GroupInfo) -> None:
+        with self.lock:
+            self.counts["live"] += 1
+            self.counts["created"] += 1
+            info.serial = self.counts["created"]
+            self.live[info.serial] = info
+
+    def connect(self, info: GroupInfo, size: int) -> None:
+        """Take ``size`` bytes of real memory."""
+        info.memory = _resident(size)
+        with self.lock:
+            info.held_bytes, info.state = size, SimState.CONNECTED
+            self.counts["held_bytes"] += size
+            self.counts["connected"] += 1
+
+    def used(self, info: GroupInfo) -> None:
+        with self.lock:
+            info.collectives += 1
+            self.counts["collectives"] += 1
+
+    def close(self, info: GroupInfo, state: SimState) -> None:
+        """Return the memory to the operating system. Idempotent: the first state counts."""
+        with self.lock:
+            if not info.is_open:
+                return
+            self.counts["held_bytes"] -= info.held_bytes
+            self.counts["live"] -= 1
+            self.counts[state.value] += 1
+            memory, info.memory = info.memory, None
+            info.held_bytes, info.state = 0, state
+            if memory is not None:
+                memory.close()
+            del self.live[info.serial]
+
+    def remove(self, handle: InjectedFault) -> None:
+        with self.lock:
+            self.faults = [other for other in self.faults if other is not handle]
+
+    def check(
+        self,
+        at: FaultPoint,
+        operation: str,
+        info: GroupInfo | BarrierInfo,
+        moment: FaultMoment = "before",
+    ) -> None:
+        """Run the faults that match this event, in the order of their injection."""
+        if not self.faults:
+            return
+        with self.lock:
+            due = [
+                handle
+                for handle in self.faults
+                if handle.fault.matches(at, operation, info, moment) and handle.strikes()
+            ]
+        where = f"{moment} {at} {operation}"
+        if isinstance(info, GroupInfo):
+            when = "after" if moment == "after" else "at"
+            where = f"{when} {at} of {info}, in {operation}"
+        for handle in due:
+            handle.act(where, info)
+
+
+def _resident(size: int) -> mmap.mmap | None:
+    """Private anonymous memory with every page present, outside malloc."""
+    if size == 0:
+        return None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return mmap.mmap(-1, size, flags=flags)
+
+
 _device = Device()
+
+
+# ---------------------------------------------------------------------------------------------
+# the communicator
+
+
+OPERATIONS = dispatch.COLLECTIVES | {"monitored_barrier", "_start_coalescing"}
+"""Methods that need a communicator, and connect it."""
+
+
+class Communicator:
+    """The memory and the transport that a group owns from its first use to its end.
+
+    A group connects in its first operation: it then allocates its memory and builds its gloo
+    transport. Gloo connects pairs of ranks on demand, so the first operation may be a send between
+    two of many members, or a ring of sends.
+
+    It is also the group's backend. To ``isinstance`` it is a ``ProcessGroupGloo``, since torch sets
+    the timeouts of the backends that it knows. The transport has the timeout set by the first use.
+    """
+
+    def __init__(self, info: GroupInfo, store: Store, settings: Settings) -> None:
+        self.info = info
+        self._store = store
+        self._settings = settings
+        self._early = backends.gloo_options(info.timeout)
+        self._gloo: Any = None
+        self._group: ProcessGroup | None = None
+        self._connecting = threading.Lock()
+        self._changing = threading.RLock()  # a collection may release it while we hold this
+        _device.open(info)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return ProcessGroupGloo
+
+    def __getattr__(self, name: str) -> Any:
+        """The transport's; calling a method connects it."""
+        if not callable(_gloo(name)):
+            return getattr(self._gloo, name, None)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            _preparation(name)(self, name)
+            return getattr(self._gloo, name)(*args, **kwargs)
+
+        return method
+
+    def use(self, operation: str) -> ProcessGroup:
+        """The transport for one operation; connects at the first."""
+        group = self.transport(operation)
+        _device.check("collective", operation, self.info)
+        _device.used(self.info)
+        return group
+
+    def transport(self, operation: str) -> ProcessGroup:
+        group = self._group
+        if group is not None:
+            return group
+        with self._connecting:
+            return self._group or self._connect(operation, eager=False)
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Connect all members now. Collective over the group, blocking, idempotent."""
+        self.check_alive("eager_connect")
+        with self._connecting:
+            if self._group is None:
+                self._connect("eager_connect", eager=True)
+
+    def check_alive(self, operation: str) -> None:
+        """Raise if the group was shut down or aborted."""
+        info = self.info
+        if not info.is_open:
+            raise DistBackendError(
+                f"{operation} on {info} of the simulated accelerator: its communicator was "
+                f"{info.state}. Create a new group."
+            )
+
+    def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
+        self.check_alive(operation)
+        info = self.info
+        _device.check("connect", operation, info)
+        options = backends.gloo_options(
+            backends.timeout_of(self._early), _gloo_device(lazy=not eager)
+        )
+        # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
+        store = stores.clone_store(self._store)
+        rank, size = info.rank, info.size
+        gloo = ProcessGroupGloo(store, rank, size, options)
+        given = dict.fromkeys(DEVICES, ("gloo", gloo))
+        group = backends.group_of_backends(rank, size, self._store, given)
+        backends.set_name(group, info.name)
+        with self._changing:
+            self.check_alive(operation)  # it may have been aborted while this thread waited
+            _device.connect(info, self._settings.bytes_per_communicator)
+            self._gloo, self._group = gloo, group
+        _device.check("connect", operation, info, "after")
+        return group
+
+    # -- the backend's methods ------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self.info.rank
+
+    def size(self) -> int:
+        return self.info.size
+
+    def name(self) -> str:
+        return NAME
+
+    _get_backend_name = name
+
+    @property
+    def options(self) -> Any:
+        return self._early if self._gloo is None else self._gloo.options
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._early = backends.gloo_options(timeout)
+        if self._gloo is not None:
+            backends.set_timeout(self._gloo, timeout)
+
+    set_timeout = _set_default_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0 if self._gloo is None else backends.sequence_number(self._gloo)
+
+    def get_error(self) -> Any:
+        """Return that no watchdog has found an error. Local; connects nothing."""
+        return backends.NO_ERROR
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes that it holds, by NCCL's name. Local. Raises if the communicator was never used."""
+        self.check_alive("memory_stats")
+        if self._group is None:
+            raise DistBackendError(f"memory_stats on {self.info}: it is not initialized")
+        return {"total": self.info.held_bytes}
+
+    def shutdown(self) -> None:
+        """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
+        if self._begin_release("shutdown"):
+            self._take(SimState.RELEASED)
+            _device.check("release", "shutdown", self.info, "after")
+
+    def abort(self) -> None:
+        """Like :meth:`shutdown`, but waits for nothing. Idempotent."""
+        if self._begin_release("abort"):
+            _drop_later(self._take(SimState.RELEASED))
+            _device.check("release", "abort", self.info, "after")
+
+    def collected(self) -> None:
+        """The group object was collected: a leak, unless a release was attempted."""
+        if self.info.is_open:
+            state = SimState.RELEASED if self.info.releasing else SimState.LEAKED
+            _drop_later(self._take(state))
+
+    def _begin_release(self, operation: str) -> bool:
+        if not self.info.is_open:
+            return False
+        self.info.releasing = True
+        _device.check("release", operation, self.info)
+        time.sleep(self._settings.release_seconds)
+        return True
+
+    def _take(self, state: SimState) -> list[Any]:
+        with self._changing:
+            parts: list[Any] = [self._gloo, self._group]
+            self._gloo = self._group = None
+            _device.close(self.info, state)
+        return parts
+
+
+def _drop_later(parts: list[Any]) -> None:
+    """Drop a backend and its transport without waiting.
+
+    Destroying a gloo backend waits for its pending operations, until their timeout if a peer has
+    ended. So a thread does it and must hold the last reference.
+    """
+    if parts[0] is None:
+        return
+    with suppress(RuntimeError):
+        parts[0].abort()
+    with suppress(RuntimeError):  # the interpreter is ending: no new threads
+        LibraryThread(target=parts.clear, name="sim-abort", daemon=True).start()
+
+
+def _gloo(name: str) -> Any:
+    return getattr(ProcessGroupGloo, name)
+
+
+def _preparation(name: str) -> Callable[[Communicator, str], ProcessGroup]:
+    return Communicator.use if name in OPERATIONS else Communicator.transport
+
+
+def _gloo_device(*, lazy: bool) -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return _gloo("create_device")(interface=interface, lazy_init=lazy)
+    return _gloo("create_default_device")(lazy_init=lazy)
+
+
+# ---------------------------------------------------------------------------------------------
+# the group
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    prepare = _preparation(name)
+
+    def forward(self: SimulatedProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(prepare(self._communicator, name), name)(*args, **kwargs)
+        completed = result is None and name in dispatch.COLLECTIVES
+        return dispatch.COMPLETED_WORK if completed else result
+
+    forward.__name__ = name
+    return forward
+
+
+class SimulatedProcessGroup(ProcessGroup):
+    """A process group of the simulated accelerator.
+
+    Made by ``torch.distributed`` through the registered creating function, never by hand. Torch
+    uses it as the group itself, not as a backend within one.
+    """
+
+    def __init__(self, communicator: Communicator, store: Store) -> None:
+        # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
+        info = communicator.info
+        super().__init__(info.rank, info.size)  # type: ignore[call-arg, arg-type]
+        self._communicator = communicator
+        self._store = store.underlying_store if isinstance(store, PrefixStore) else store
+        self._listed = False
+        finalizer = weakref.finalize(self, self._communicator.collected)
+        finalizer.atexit = False
+
+    def _get_backend_name(self) -> str:
+        return NAME  # not "gloo": DDP's logger would look for a gloo backend in the C++ object
+
+    def _get_name(self) -> str:
+        return self._communicator.info.name
+
+    def _get_desc(self) -> str:
+        return self._communicator.info.desc
+
+    name = getBackendName = _get_backend_name  # noqa: N815 - C++ looks this and the next ones up
+    getGroupName, getGroupDesc = _get_name, _get_desc  # noqa: N815
+    group_name, group_desc = property(_get_name), property(_get_desc)  # type: ignore[assignment]
+
+    def _set_group_name(self, name: str) -> None:
+        self._communicator.info.name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._communicator.info.desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # None while torch still sets the group up: torch 2.15 attaches its flight recorder to a
+        # group that has devices, and fails ("Could not find the default backend type 0").
+        self._listed = self._listed or tables.is_known(self)
+        return [torch.device(device) for device in DEVICES] if self._listed else []
+
+    use_pg_for_symm_mem_rendezvous = False
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type not in {torch.device(name).type for name in DEVICES}:
+            raise RuntimeError(
+                f"No backend type associated with device type {torch.device(device).type}"
+            )
+        self._communicator.check_alive("_get_backend")
+        return self._communicator
+
+    get_backend = _get_backend
+
+    def set_timeout(self, timeout: timedelta, *args: Any) -> None:
+        self._communicator.check_alive("set_timeout")
+        self._communicator.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        self._communicator.check_alive("_get_sequence_number_for_group")
+        return self._communicator._get_sequence_number_for_group()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: the transport counts from 0 on all ranks."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Nothing to wait for: gloo runs no completion hooks."""
+
+    def shutdown(self) -> None:
+        """Release the communicator; waits for operations in flight. Local, idempotent."""
+        self._communicator.shutdown()
+
+    def abort(self) -> None:
+        """Release the communicator; waits for nothing. Local, idempotent."""
+        self._communicator.abort()
+
+    def __repr__(self) -> str:
+        info = self._communicator.info
+        where = f"rank {info.rank} of {info.size}"
+        return f"<SimulatedProcessGroup {info.name!r} ({info.desc}) {where} {info.state}>"
+
+
+for _name in dispatch.DISPATCHED - {*vars(SimulatedProcessGroup)}:
+    setattr(SimulatedProcessGroup, _name, _forwarding(_name))
+for _name in vars(dispatch.Dispatch):
+    if _name.startswith("supports_"):  # C++ looks for a C++ backend and raises
+        setattr(SimulatedProcessGroup, _name, False)
+
+
+# ---------------------------------------------------------------------------------------------
+# the module's functions
 
 
 def register() -> None:
@@ -78,26 +740,23 @@ def register() -> None:
     with _device.lock:
         if NAME not in Backend.backend_list:
             Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
-        memory.add_source("simulated", memory.Source(lambda: stats().held_bytes, _free_bytes))
+        memory.add_source("simulated", memory.Source(lambda: stats().held_bytes))
 
 
 def configure(
     *,
     bytes_per_communicator: int | None = None,
-    capacity_bytes: int | None = None,
     eager: bool | None = None,
     creation_seconds: float | None = None,
     release_seconds: float | None = None,
 ) -> None:
-    """Set properties of groups that are created later, and of the device. Local.
+    """Set properties of groups that are created later. Local.
 
     None leaves a setting unchanged.
 
     Args:
         bytes_per_communicator: bytes that each communicator holds from its first use (default: 32
             MiB).
-        capacity_bytes: limit for all communicators of this process together; takes effect
-            immediately, 0 removes the limit (default: no limit).
         eager: whether creation connects all members, like NCCL's with a bound device: collective
             and blocking (default: False).
         creation_seconds: duration of a creation, without holding the GIL (default: 0).
@@ -111,20 +770,7 @@ def configure(
     for name, value in given.items():
         if value < 0:
             raise ValueError(f"configure({name}={value}): must be 0 or more; nothing was changed")
-    if (capacity := given.pop("capacity_bytes", None)) is not None:
-        _device.capacity = int(capacity) or None
     _device.settings = replace(_device.settings, **given)
-
-
-@contextmanager
-def configured(**settings: Any) -> Iterator[None]:
-    """:func:`configure` within a block; at its end the settings are as before. Local."""
-    before = _device.settings, _device.capacity
-    configure(**settings)
-    try:
-        yield
-    finally:
-        _device.settings, _device.capacity = before
 
 
 def stats() -> Stats:
@@ -179,20 +825,16 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
         timeout=received.timeout,
         pg_options=options,
     )
-    device, settings = _device, _device.settings
-    device.check("create", "create", info)
+    settings = _device.settings
+    _device.check("create", "create", info)
     time.sleep(settings.creation_seconds)
-    communicator = Communicator(info, received.store, settings, device)
+    communicator = Communicator(info, received.store, settings)
     group = SimulatedProcessGroup(communicator, received.store)
     try:
         if settings.eager:
             communicator.eager_connect_single_device()
-        device.check("create", "create", info, "after")
+        _device.check("create", "create", info, "after")
     except BaseException:
         group.abort()
         raise
     return group
-
-
-def _free_bytes() -> int | None:
-    return _device.free_bytes

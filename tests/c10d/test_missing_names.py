@@ -138,7 +138,6 @@ def test_install_refuses_a_function_with_other_parameters() -> None:
     ("capability", "ask"),
     [
         ("suspend", lambda: nccl.suspend_obstacle(object())),  # type: ignore[arg-type]
-        ("tests", lambda: inspection.registered([])),
         ("slime", lambda: inspection.on_collective_error(print)),
     ],
 )
@@ -167,11 +166,11 @@ def test_doctor_names_what_is_missing() -> None:
 
     def case() -> str:
         remove(next(need for need in CORE if need.name == "_get_split_source"))
-        remove(next(need for need in EXPECTED if need.name == "_resolve_process_group"))
+        remove(next(need for need in EXPECTED if need.capability == "slime"))
         found = [one for one in diagnose() if one.check == "torch names"]
         return "\n".join(f"[{one.level}] {one.message}" for one in found)
 
     problem, warning = forked(case).splitlines()
     assert problem.startswith("[problem] core is not available: torch.distributed.")
     assert "_get_split_source (only the members of a group take part" in problem
-    assert warning.startswith("[warning] tests is not available: ")
+    assert warning.startswith("[warning] slime is not available: ")

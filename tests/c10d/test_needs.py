@@ -43,7 +43,7 @@ GROUPS = {
     "groups/loans.py",
     "groups/offloaded.py",
     "groups/proxy.py",
-    "testing/_sim_group.py",
+    "testing/simulated.py",
 }
 """Modules with classes that are groups or backends, or wrap their methods by torch's names."""
 

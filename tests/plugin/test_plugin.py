@@ -107,7 +107,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     **{
         f"test_leak_around_the_test[{kind}]": (
             *("error", f"test_leak_around_the_test[{kind}] left process groups behind"),
-            *("in c10d's tables", "C++ still finds a group", f"'of {kind}', "),
+            *("in c10d's tables", f"'of {kind}', "),
             "They were destroyed, for the tests that follow. Destroy them",
         )
         for kind in ("plain", "reloadable", "offloaded")
@@ -119,7 +119,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
             "2 of 2 ranks failed",
             "'default_pg', reloadable, sim, ranks [0, 1]) is",
         ),
-        *("reloadable group '0' is not destroyed", "still holds a communicator of group '0'"),
+        "still holds a communicator of group '0'",
     ),
     "test_no_leak_on_ranks": ("passed",),
     "test_leak_with_a_default_group": ("failed", "2 of 2 ranks failed", "is still in c10d's"),
