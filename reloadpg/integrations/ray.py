@@ -61,15 +61,12 @@ class ActorFailedError(ReloadpgError):
     def __init__(
         self,
         message: str,
-        *,
         rank: int = -1,
         errors: Mapping[int, BaseException] | None = None,
         waiting: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.errors = dict(errors or {})
-        self.waiting = tuple(waiting)
+        self.rank, self.errors, self.waiting = rank, dict(errors or {}), tuple(waiting)
 
 
 class ActorTimeoutError(ActorFailedError, TimeoutError):
@@ -246,12 +243,7 @@ class _Call:
         actors: the actors by rank.
     """
 
-    def __init__(
-        self,
-        what: str,
-        actors: Sequence[Any],
-        timeout: timedelta | float,
-    ) -> None:
+    def __init__(self, what: str, actors: Sequence[Any], timeout: timedelta | float) -> None:
         self._ray = _ray()
         self._what = what
         wrong = _what_is_wrong(actors)
@@ -293,43 +285,40 @@ class _Call:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         if len(results) == len(rank_of):
             return [results[rank] for rank in rank_of.values()]
-        silent = [rank_of[ref] for ref in waiting]
+        silent = tuple(rank_of[ref] for ref in waiting)
         state = state.format(what=self._what)
-        raise self._failed(errors, silent, state) if errors else self._timed_out(silent, state)
+        if errors:
+            raise self._failed(errors, silent, state)
+        names = ", ".join(map(self._named, silent))
+        raise ActorTimeoutError(
+            f"{self._what}: {len(silent)} of {len(self.actors)} actors did not respond within "
+            f"{self._timeout:g} s: {names}. {state}.",
+            silent[0],
+            waiting=silent,
+        )
 
     def _failed(
         self, errors: Mapping[int, BaseException], silent: Sequence[int], state: str
     ) -> ActorFailedError:
         """Build the error of the actor that failed first, the cause of later failures."""
+        known = self._ray.exceptions
         secondary = (PeerFailedError, RendezvousTimeoutError)
         own = [rank for rank, error in errors.items() if not isinstance(error, secondary)]
         rank = min(own or errors)
         cause: BaseException = getattr(errors[rank], "cause", None) or errors[rank]
-        others = sorted(set(errors) - {rank})
-        ray_error = self._ray.exceptions.RayError
         # Ray's messages are a page long; the chained error has the full text.
-        text = str(cause).partition("\n")[0] if isinstance(cause, ray_error) else str(cause)
+        text = str(cause).partition("\n")[0] if isinstance(cause, known.RayError) else str(cause)
         text = " ".join(f"{type(cause).__name__}: {text}".split()).rstrip(".")
+        others = sorted(set(errors) - {rank})
         told = f" Also failed: {format_ranks(others)}." if others else ""
         told += f" No response yet: {format_ranks(silent)}." if silent else ""
-        dead = isinstance(cause, self._ray.exceptions.RayActorError)
+        state += f". {RESTART}" if isinstance(cause, known.RayActorError) else "."
         error = ActorFailedError(
-            f"{self._what}: actor {self._names([rank])} failed: {text}.{told} {state}."
-            f"{f' {RESTART}' if dead else ''}",
-            rank=rank,
-            errors=errors,
-            waiting=silent,
+            f"{self._what}: actor {self._named(rank)} failed: {text}.{told} {state}",
+            *(rank, errors, silent),
         )
         error.__cause__ = errors[rank]  # Ray's error, with the actor's traceback
         return error
 
-    def _timed_out(self, silent: Sequence[int], state: str) -> ActorTimeoutError:
-        return ActorTimeoutError(
-            f"{self._what}: {len(silent)} of {len(self.actors)} actors did not respond within "
-            f"{self._timeout:g} s: {self._names(silent)}. {state}.",
-            rank=silent[0],
-            waiting=silent,
-        )
-
-    def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(f"{rank} {self.actors[rank]!r}" for rank in ranks)
+    def _named(self, rank: int) -> str:
+        return f"{rank} {self.actors[rank]!r}"

@@ -32,7 +32,6 @@ OTHERS = {
     "_available": "the end of a name",
     "_ms": "the end of a name",
     "_sdp": "the end of a name",
-    "_sdp_enabled": "the end of a name",
     "_World": "the name of a class that c10d creates",
 }
 """Strings and names that are not private names of torch, and whose they are."""
