@@ -6,7 +6,7 @@ With TRL's own vLLM in the trainer's processes (``use_vllm=True``, ``vllm_mode="
     trainer = GRPOTrainer(...)
     offloaded_generation(trainer, block=reloadpg.swapped(out="trainer", into="engine"))
 
-A ``rollout_func`` of your own runs within :class:`reloadpg.offloaded`.
+A program's ``rollout_func`` calls its engine within :class:`reloadpg.offloaded`.
 
 TRL (1.16) is not imported here.
 """

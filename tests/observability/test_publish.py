@@ -284,14 +284,14 @@ def test_no_other_thread_reads_the_status_during_an_operation(
 def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
     """The first one even if no heartbeat has seen the groups before, and each later one."""
     path = tmp_path / "rank-0.json"
-    seen: dict[int, dict[str, Any]] = {}
+    seen: dict[float, dict[str, Any]] = {}
 
     def published() -> bool:
         record = read(path)
         running = record["running"] or {"operation": ""}
-        if running["operation"] != "offload" or running["sequence"] in seen:
+        if running["operation"] != "offload" or running["started_at"] in seen:
             return False
-        seen[running["sequence"]] = record
+        seen[running["started_at"]] = record
         return True
 
     with publishing(tmp_path, heartbeat=1000.0):
