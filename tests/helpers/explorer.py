@@ -17,6 +17,7 @@ from collections.abc import Generator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+from reloadpg.rendezvous import plan as plans
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.protocol import (
     Add,
@@ -49,6 +50,10 @@ class Work(NamedTuple):
     barrier: int
 
 
+class Init(NamedTuple):
+    """The begin of the next job, at which torch makes all ranks meet."""
+
+
 class Plan(NamedTuple):
     """What a rank does in an operation."""
 
@@ -65,9 +70,6 @@ PLANS = {
     "barrier": Plan(1, 0),
     "end": Plan(1, 1_000_000),
 }
-PATIENCE = 5
-"""Errors after which a rank ends its program, while another one has crashed."""
-
 FAULTS = ("lost", "interrupt", "timeout", "failure")
 
 
@@ -79,7 +81,7 @@ class Scenario(NamedTuple):
         faults: how many faults occur, each at any command.
         kinds: their kinds: ``interrupt`` and ``failure`` of a rank's own work, ``lost`` (the store
             does not respond; executed or not), ``late`` (likewise, and executed at any later
-            time), ``timeout`` (too early), ``crash``.
+            time), ``timeout`` (too early, while it waits or works), ``crash``.
         where: the ranks in which they occur.
         outcomes: the kinds of decisions that may occur.
         jobs: the number of jobs that each rank has counted on the store before this one; None to
@@ -87,6 +89,10 @@ class Scenario(NamedTuple):
         looks: whether ranks look for failures of others while they work.
         polls: whether long waits end before there is news.
         stays_away: whether a rank that has failed may make no further call.
+        patience: errors after which a rank ends its program, while another one has crashed.
+        watches: whether ranks notice that another one has crashed.
+        states: whether ranks offload and reload groups, with plans that have their state, and
+            exchange the names of ranks and their plans after an early end.
         most_errors: how often a rank may raise after the last fault: its error, and a difference
             from what the other ranks call next.
     """
@@ -100,41 +106,100 @@ class Scenario(NamedTuple):
     looks: bool = False
     polls: bool = False
     stays_away: bool = False
+    patience: int = 5
+    watches: bool = False
+    states: bool = False
     most_errors: int = 2
+
+
+class Groups(NamedTuple):
+    """The groups of a rank.
+
+    Attributes:
+        offloaded: whether they have no communicator.
+        generation: the number of the last reload.
+        whole: the generation with which a reload rebuilds them, whatever their state; 0 if not.
+    """
+
+    offloaded: bool = False
+    generation: int = 0
+    whole: int = 0
+
+    def plan(self, operation: str) -> plans.Plan:
+        state = {plans.GENERATION: str(self.generation), "offloaded": str(self.offloaded)}
+        whole = self.whole or operation == "recover"
+        return plans.Plan(operation, {}, state={} if whole else state)
+
+    def barriers(self, operation: str) -> int:
+        """A reload without an offloaded group ends when all ranks agree on that."""
+        only = operation == "reload" and not (self.offloaded or self.whole)
+        return 1 if only else PLANS[operation].barriers
+
+    def after(self, operation: str, result: Result) -> Groups:
+        """The groups after an operation, as ``Operation`` leaves them."""
+        if operation == "end" or (result.barrier == 0 and operation != "recover"):
+            return self._replace(whole=0)
+        if operation == "offload" or result.barrier < self.barriers(operation):
+            return Groups(True, self.generation)
+        if operation == "recover":  # a generation above that of any rank
+            return Groups(False, result.number)
+        return Groups(False, self.whole or self.generation + self.offloaded)
 
 
 class Result(NamedTuple):
     """How a call ended."""
 
     number: int  # of the operation; 0 if the rank entered none
-    barrier: int  # at which this rank was
+    barrier: int  # at which the operation ended, or the number of barriers if it is complete
     end: str  # of the operation, as this rank knows it: ok, early or unknown
     error: str  # raised: the kind of a decision, own or lost; empty if the call returned
-    recovers: bool = False  # whether a recovery that was requested has ended it
+    recovers: bool = False  # whether another rank has requested a recovery
+    whole: int = 0  # the generation with which a reload begins again
+    groups: Groups = Groups()
 
 
-def call(one: Rank, operation: str, looks: bool) -> Generator[Any, Any, Result]:
-    """One call on one rank, as ``Rendezvous`` makes it."""
-    plan, number = PLANS[operation], 0
+def call(
+    one: Rank, operation: str, groups: Groups, *, looks: bool, states: bool
+) -> Generator[Any, Any, Result]:
+    """One call on one rank, as ``Operation`` and ``Round`` make it."""
+    while True:
+        result = yield from one_operation(one, operation, groups, looks=looks, states=states)
+        groups = groups.after(operation, result)
+        if not result.whole:
+            return result._replace(groups=groups)
+        groups = groups._replace(whole=result.whole)
+
+
+def one_operation(
+    one: Rank, operation: str, groups: Groups, *, looks: bool, states: bool
+) -> Generator[Any, Any, Result]:
+    digest, barriers, flags = PLANS[operation].digest, PLANS[operation].barriers, None
+    share = digest * (1 if one.rank else 1 - one.size)
+    if states:
+        barriers = groups.barriers(operation)
+        share = groups.plan(operation).contribution(one.rank, one.size)
+    number, counted = 0, False
     try:
         if not one.job:
             yield from one.count()
         yield from one.enter(operation)
-        for barrier in range(plan.barriers):
+        for barrier in range(barriers):
             number = one.number
             if barrier:
                 yield Work(barrier)
                 if looks:
                     yield from one.look()
-            last = barrier == plan.barriers - 1
-            share = plan.digest * (1 if one.rank else 1 - one.size) if not barrier else 0
-            flags = None if barrier else plan.flags
-            decision = yield from one.barrier(share, flags, ends=last)
+            flags = None if barrier else PLANS[operation].flags
+            counted = True
+            decision = yield from one.barrier(
+                0 if barrier else share, flags, ends=barrier == barriers - 1
+            )
+            counted = False
             if not barrier and decision.flags:
                 yield Work(0)
-        return Result(number, barrier, "ok", "")
+        return Result(number, barriers, "ok", "")
     except StoreLost:
-        return Result(number, one.at.barrier, "unknown", "lost")
+        return Result(number, one.at.barrier + counted if number else 0, "unknown", "lost")
     except (Ended, GaveUp, KeyboardInterrupt, RuntimeError) as error:
         kind = error.decision.kind if isinstance(error, (Ended, GaveUp)) else "own"
         if not number and isinstance(error, Ended):
@@ -148,11 +213,28 @@ def call(one: Rank, operation: str, looks: bool) -> Generator[Any, Any, Result]:
                 decision = yield from one.refuse(operation, Decision("failed", one.rank))
             number = one.number
         except (StoreLost, KeyboardInterrupt, GaveUp):
-            return Result(number, one.at.barrier, "unknown", "lost")
+            return Result(number, one.at.barrier if number else 0, "unknown", "lost")
         if decision.kind == "ok":
-            return Result(number, one.at.barrier, "ok", "" if kind == "timeout" else kind)
+            return Result(number, barriers, "ok", "" if kind == "timeout" else kind)
+        if states and decision.kind != "recover":
+            decision = yield from named(one, decision, error, groups.plan(operation).to_json())
         told = decision.kind if kind == "timeout" else kind
-        return Result(number, one.at.barrier, "early", told, decision.kind == "recover")
+        ended_at = decision.barrier if decision.barrier >= 0 else one.at.barrier
+        whole = decision.generation if operation == "reload" else 0
+        recovers = decision.kind == "recover"
+        return Result(number, ended_at, "early", told, recovers, whole)
+
+
+def named(
+    one: Rank, decision: Decision, error: BaseException, plan: str
+) -> Generator[Any, Any, Decision]:
+    """The decision with the names, if they are known."""
+    doing = plan if decision.kind == "disagree" else ""
+    waits = not isinstance(error, KeyboardInterrupt)
+    try:
+        return (yield from one.close(decision, doing, waits=waits, hosts=one.rank == 0))
+    except (StoreLost, KeyboardInterrupt):
+        return decision
 
 
 class Seat(NamedTuple):
@@ -167,6 +249,8 @@ class Seat(NamedTuple):
     errors: int = 0  # raised since the last fault
     live: bool = True
     away: int = 0  # the operation that it failed in, if it makes no further call
+    groups: Groups = Groups()
+    process: int = 0  # the number of the job on this rank, from 0
 
 
 class World(NamedTuple):
@@ -221,10 +305,17 @@ def _frozen(value: Any) -> Any:
     return "self" if isinstance(value, Rank) else value
 
 
+NAMED = ("/result", "/all left")
+"""The keys for which ranks wait after an early end, for a limited time."""
+
+
 THROWN = {"interrupt": KeyboardInterrupt, "failure": RuntimeError, "lost": StoreLost}
 
 
 def thrown(kind: str, rank: int) -> BaseException:
+    if kind.startswith("death"):
+        dead = int(kind.removeprefix("death"))
+        return GaveUp(Decision("failed", dead, by=rank, dead=(dead,)))
     return GaveUp(Decision("timeout", rank)) if kind == "timeout" else THROWN[kind](kind)
 
 
@@ -263,9 +354,14 @@ class Explorer:
             number = self.seats.of(seat)
             self.now[number] = None, seat.next
             return number, None, 0, seat.next
-        one = Rank(seat.rank, self.size, f"process {seat.rank}", seat.job)
+        if seat.script[0] == "init":
+            number = self.seats.of(seat)
+            self.now[number] = Init(), seat.next
+            return number, None, 0, seat.next
+        one = Rank(seat.rank, self.size, f"process {seat.rank}.{seat.process}", seat.job)
         one.next, one.confirmed, one.late_polls = seat.next, seat.confirmed, 1
-        steps = call(one, seat.script[0], self.case.looks)
+        case = self.case
+        steps = call(one, seat.script[0], seat.groups, looks=case.looks, states=case.states)
         try:
             command = next(steps)
             for reply in seat.replies:
@@ -276,7 +372,7 @@ class Explorer:
         except StopIteration as stop:
             return self.ended(seat, one, stop.value)
         state = signature(steps, one, seat)
-        name = (seat.rank, seat.script, seat.errors, state)
+        name = (seat.rank, seat.script, seat.errors, seat.process, state)
         number = self.seats.of(seat, name)
         self.now[number] = command, one.next
         steps.close()
@@ -288,8 +384,17 @@ class Explorer:
             errors = min(errors + 1, 9)
             if seat.script[0] != "barrier":
                 repairs = "recover" if "recover" in (result.error, seat.script[0]) else "reload"
-                script = (repairs, "end")
-        after = Seat(seat.rank, script, one.next, one.job, one.confirmed, (), errors)
+                rest = script[script.index("init") :] if "init" in script else ()
+                script = (repairs, "end", *rest)
+        after = seat._replace(
+            script=script,
+            next=one.next,
+            job=one.job,
+            confirmed=one.confirmed,
+            replies=(),
+            errors=errors,
+            groups=result.groups if self.case.states else Groups(),
+        )
         number, *_ = self.seated(after)
         return number, result, one.at.barrier, one.next
 
@@ -336,6 +441,8 @@ class Explorer:
                 reply = None
                 for key in keys:
                     values.pop(key, None)
+            case Await(key) if key.endswith(NAMED):
+                return store, None, key in values
             case Await(key, again):
                 job, at = position(key)
                 moved = Current.from_text(values.get(f"{job}/current")).at != at
@@ -368,6 +475,7 @@ class Explorer:
         after, result = self.step(world.seats[rank], reply)
         if result is not None:
             world = self.check(world, rank, result)
+            self.check_errors(world, after)
         following = [self.put(world, rank, after)]
         told = result is not None and result.error and result.end == "early"
         if told and self.case.stays_away and result is not None and not result.recovers:
@@ -390,6 +498,9 @@ class Explorer:
             command, _ = self.now[number]
             if command is None:
                 continue
+            if isinstance(command, Init):
+                found += self.init(world, rank)
+                continue
             if isinstance(command, Work):
                 self.all_there(world, rank, command.barrier - 1 if command.barrier else 0)
             store, reply, possible = self.execute(world.store, command)
@@ -401,14 +512,38 @@ class Explorer:
                 waiting.append(rank)
             if world.faults and rank in self.case.where:
                 found += self.faults(world, rank, command)
+            if self.case.watches:
+                found += self.deaths(world, rank, command)
         if not found:
             found = self.timeouts(world, waiting)
+        return found
+
+    def init(self, world: World, rank: int) -> list[World]:
+        """The world after this rank has begun the next job, if all ranks have come to that."""
+        seats = [self.seats.values[number] for number in world.seats]
+        own = seats[rank]
+        if any(o.process == own.process and o.script[:1] != ("init",) for o in seats):
+            return []
+        if all(other.process <= own.process for other in seats):
+            world = world._replace(history=self.histories.of((frozenset(), frozenset())))
+        after = Seat(own.rank, own.script[1:], job=0, groups=own.groups, process=own.process + 1)
+        return [self.put(world, rank, self.seated(after)[0])]
+
+    def deaths(self, world: World, rank: int, command: Command | Work) -> list[World]:
+        """The worlds after this rank has noticed that another one has crashed."""
+        if not isinstance(command, (Await, Work)):
+            return []
+        found: list[World] = []
+        if self.seats.values[world.seats[rank]].errors < self.case.patience:
+            for other in map(self.seats.values.__getitem__, world.seats):
+                if not other.live:
+                    found += self.answer(world, rank, error(f"death{other.rank}"))
         return found
 
     def faults(self, world: World, rank: int, command: Command | Work) -> list[World]:
         """The worlds after a fault of this rank at this command."""
         seat = self.seats.values[world.seats[rank]]
-        if seat.script == ("end",):  # after the last call of the others, none can learn of it
+        if seat.script[0] == "end":  # after the last call of the others, none can learn of it
             return []
         found: list[World] = []
         seats = tuple(map(self.relieved, world.seats))
@@ -420,7 +555,7 @@ class Explorer:
             found += self.answer(less, rank, error("interrupt"))
         if "failure" in kinds and isinstance(command, Work):
             found += self.answer(less, rank, error("failure"))
-        if "timeout" in kinds and isinstance(command, Await):
+        if "timeout" in kinds and isinstance(command, (Await, Work)):
             found += self.answer(less, rank, error("timeout"))
         if {"lost", "late"} & {*kinds} and not isinstance(command, Work):
             found += self.answer(less, rank, error("lost"))
@@ -438,6 +573,11 @@ class Explorer:
         """The worlds after the timeouts of ranks for which nothing else can happen."""
         seats = [self.seats.values[number] for number in world.seats]
         found: list[World] = []
+        for rank in waiting:
+            if self.now[world.seats[rank]][0].key.endswith(NAMED):
+                found += self.answer(world, rank, error("timeout"))
+        if found:
+            return found
         there, _ = self.histories.values[world.history]
         entered = {(number, rank) for (number, _), rank, *_ in there}
         for rank in waiting:
@@ -452,7 +592,7 @@ class Explorer:
                     )
             if all(seat.live and not seat.away for seat in seats):
                 raise Violation(f"ranks wait for each other: {self.show(world)}")
-            if seats[rank].errors < PATIENCE:
+            if seats[rank].errors < self.case.patience:
                 found += self.answer(world, rank, error("timeout"))
         return found
 
@@ -484,7 +624,6 @@ class Explorer:
 
     def check(self, world: World, rank: int, result: Result) -> World:
         """Check the end of a call."""
-        seat = self.seats.values[world.seats[rank]]
         if result.error:
             self.seen.add(result.error)
             away = any(
@@ -493,7 +632,7 @@ class Explorer:
             if result.error not in self.allowed and not (away and result.error == "timeout"):
                 raise Violation(f"rank {rank} raises {result.error}: {self.show(world)}")
         else:
-            self.all_there(world, rank, PLANS[seat.script[0]].barriers - 1, result.number)
+            self.all_there(world, rank, result.barrier - 1, result.number)
         if result.end in ("none", "unknown"):
             return world
         there, ends = self.histories.values[world.history]
@@ -501,6 +640,12 @@ class Explorer:
             raise Violation(f"operation {result.number} ends differently: {self.show(world)}")
         ends = self.recent(world, ends) | {((result.number, 0), result.end)}
         return world._replace(history=self.histories.of((there, ends)))
+
+    def check_errors(self, world: World, number: int) -> None:
+        """Check that a rank does not raise again and again while all are there."""
+        seat = self.seats.values[number]
+        if seat.errors > self.case.most_errors and not any(map(self.is_gone, world.seats)):
+            raise Violation(f"rank {seat.rank} raises again and again: {self.show(world)}")
 
     def at_the_end(self, world: World) -> None:
         seats = [self.seats.values[number] for number in world.seats]
@@ -510,13 +655,13 @@ class Explorer:
                     raise Violation(f"rank {seat.rank} does not end: {self.show(world)}")
                 if (seat.job, seat.next) != (seats[0].job, seats[0].next):
                     raise Violation(f"ranks count differently: {self.show(world)}")
-                if seat.errors > self.case.most_errors:
-                    raise Violation(f"rank {seat.rank} raises again and again: {self.show(world)}")
+                if seat.groups != seats[0].groups:
+                    raise Violation(f"the groups differ: {self.show(world)}")
                 self.most_errors = max(self.most_errors, seat.errors)
             self.check_keys(world)
         else:
             for seat in seats:
-                if seat.live and not seat.away and seat.script and seat.errors < PATIENCE:
+                if seat.live and not seat.away and seat.script and seat.errors < self.case.patience:
                     raise Violation(f"rank {seat.rank} hangs: {self.show(world)}")
 
     def check_keys(self, world: World) -> None:
@@ -645,6 +790,26 @@ SCENARIOS: dict[str, Scenario] = {
     "a late request, and any fault": Scenario(
         (SHORT,) * 2, 2, ("late", "interrupt", "timeout"), (0, 1), OUTCOMES
     ),
+    "states, and any fault": Scenario((CYCLE,) * 2, 1, FAULTS, (0, 1), OUTCOMES, states=True),
+    "states, and a recovery": Scenario(
+        *((CYCLE, ("offload", "recover", "end")), 1, FAULTS, (0, 1), f"{OUTCOMES} recover"),
+        states=True,
+    ),
+    "three ranks, names and states": Scenario(
+        (SHORT,) * 3, 1, ("interrupt", "failure", "lost"), (1,), OUTCOMES, states=True
+    ),
+    "a crash that is noticed": Scenario(
+        (SHORT,) * 3, 1, ("crash",), (1,), OUTCOMES, patience=2, watches=True
+    ),
+    "two jobs on one store": Scenario(
+        ((*SHORT, "init", *SHORT),) * 2, 1, ("lost", "interrupt"), (0, 1), OUTCOMES, (0, 0)
+    ),
     "a job that is counted": Scenario((SHORT,) * 2, 1, ("lost",), (0, 1), OUTCOMES, (0, 0)),
     "a rank that has counted fewer jobs": Scenario((SHORT,) * 2, jobs=(0, 2), polls=True),
+    "fewer jobs, and any fault": Scenario(
+        (SHORT,) * 2, 1, FAULTS, (0, 1), OUTCOMES, jobs=(0, 2), polls=True
+    ),
+    "three ranks, of which one has counted fewer jobs": Scenario(
+        (SHORT,) * 3, jobs=(1, 0, 1), polls=True
+    ),
 }
