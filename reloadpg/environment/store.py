@@ -20,8 +20,7 @@ from uuid import uuid4
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from ..errors import RendezvousTimeoutError
-from ..rendezvous.decision import store_lost, store_silent
-from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
+from ..rendezvous.store_client import StoreClient
 from ..rendezvous.worker_thread import Task, Wait
 from .model import DistributedEnvironment
 
@@ -168,11 +167,5 @@ def claim_place(store: Store, environment: DistributedEnvironment, seconds: floa
             )
         return ""
 
-    try:
-        return StoreClient(lambda: store).ask(take, Wait("init_distributed", seconds, "agree"))
-    except StoreSilent:
-        raise store_silent(
-            "init_distributed", "agree", seconds=seconds, rank=rank, size=size
-        ) from None
-    except StoreLost as error:
-        raise store_lost("init_distributed", "agree", error) from error
+    wait = Wait("init_distributed", seconds, "agree")
+    return StoreClient(lambda: store, rank, size).ask(take, wait)

@@ -26,12 +26,12 @@ from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..settings import GRACE
 from ..texts import named_ranks
-from . import protocol, store_client
-from .decision import Decision, store_lost, store_silent
+from . import protocol
+from .decision import Decision
 from .peers import Peers
 from .plan import Plan
 from .protocol import OK, Ended, GaveUp, Rank, Steps
-from .store_client import Root, StoreClient, StoreSilent, append, read
+from .store_client import Root, StoreClient, append, read
 from .worker_thread import Attempt, Task, Wait, wait_seconds
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class Rendezvous:
         self.peers = Peers(rank, watches=watches and root is not None)
         self.pause_s = max(0.1, size / 2000)
         self._root = root
-        self._client = client or StoreClient(root)
+        self._client = client or StoreClient(root, rank, size)
         self._prefix = prefix
         self.state = Rank(rank, 1 if root is None else size, uuid4().hex, 0 if counts else 1)
         self._last = 0  # number of the last recovery that was requested
@@ -253,14 +253,7 @@ class Rendezvous:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
-        try:
-            return self._client.ask(question, wait, stopped)
-        except store_client.StoreLost as error:
-            raise store_lost(wait.operation, wait.phase, error) from error
-        except StoreSilent:
-            raise store_silent(
-                wait.operation, wait.phase, seconds=wait.seconds, rank=self.rank, size=self.size
-            ) from None
+        return self._client.ask(question, wait, stopped)
 
     def drive(self, steps: Steps, wait: Wait, round_: Round | None = None) -> Any:
         """Perform the commands of a generator, and return its result. Blocking, with a timeout.

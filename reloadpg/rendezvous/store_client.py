@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch.distributed import HashStore, Store
 
 from ..c10d import stores
 from ..errors import ReloadpgError
+from .decision import store_lost, store_silent
 from .worker_thread import LibraryThread, Task, Wait
 
 T = TypeVar("T")
@@ -29,9 +31,6 @@ _GRACE_S = 1.5
 _LOOK_S = 1.0
 """Longest time between two checks of the processes on this host, in seconds."""
 
-_PAUSE_S = 0.1
-"""Seconds between two checks of the clock after a timeout: see :meth:`Wait.pause`."""
-
 _POOLED = 16384
 """Maximum number of pooled clients over all ranks of a job (or one per rank, if it has more ranks).
 The store's server has a file descriptor for each, and 65,536 is a common limit."""
@@ -39,14 +38,6 @@ The store's server has a file descriptor for each, and 65,536 is a common limit.
 _NOTHING = "-"
 """A value that no key holds. A compare-and-set with it reads a key in one request and changes
 nothing; ``check`` and ``get`` together take three."""
-
-
-class StoreSilent(TimeoutError):  # noqa: N818 - never leaves this package
-    """The store did not respond in time."""
-
-
-class StoreLost(RuntimeError):  # noqa: N818 - likewise
-    """The store has ended."""
 
 
 def read(store: Store, key: str) -> str | None:
@@ -67,52 +58,33 @@ def append(store: Store, key: str, text: str) -> None:
             now = found
 
 
-class _Request(Generic[T]):
-    def __init__(self, question: Callable[[Store], T]) -> None:
-        self.question: Callable[[Store], T] | None = question
-        self.woken = threading.Event()  # by the end, or by :meth:`StoreClient.wake`
-        self.ended = False
-        self.result: T | None = None
-        self.error: BaseException | None = None
-
-    def run(self, store: Store) -> None:
-        question, self.question = self.question, None
-        try:
-            self.result = cast("Callable[[Store], T]", question)(store)
-        except BaseException as error:
-            self.error = error
-        self.ended = True
-        self.woken.set()
-
-
 class _Connection(LibraryThread):
     """A client of the store, and the thread that connects it and sends its requests."""
 
-    def __init__(self, connect: Callable[[], Store]) -> None:
+    def __init__(self, root: Root) -> None:
         super().__init__(name="reloadpg-store", daemon=True)
-        self._connect: Callable[[], Store] | None = connect
-        self._requests: SimpleQueue[_Request[Any] | None] = SimpleQueue()
+        self._root = root
+        self._requests: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
+        self._requests = SimpleQueue()
         self._store: Store | None = None
         self.start()
 
     def run(self) -> None:
-        connect, self._connect, failed = self._connect, None, None
-        try:
-            store = self._store = cast("Callable[[], Store]", connect)()
-        except BaseException as error:  # each request raises it
-            failed = error
-        del connect
         while (request := self._requests.get()) is not None:
-            if failed is None:
-                request.run(store)
-            else:
-                request.error, request.ended = failed, True
-                request.woken.set()
-            del request  # it holds references
+            question, future = request
+            try:
+                if self._store is None:
+                    self._store = stores.clone_store(self._root())
+                future.set_result(question(self._store))
+            except BaseException as error:  # raised by ask()
+                future.set_exception(error)
+            del request, question, future  # they hold references
         self._store = None
 
-    def send(self, request: _Request[Any]) -> None:
-        self._requests.put(request)
+    def send(self, question: Callable[[Store], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._requests.put((question, future))
+        return future
 
     def dismiss(self) -> None:
         """End the thread after its current request. Local, non-blocking."""
@@ -130,13 +102,15 @@ class StoreClient:
     Args:
         root: returns a client of the store, which is cloned and not used otherwise; None for a
             store of this process alone.
+        rank: this rank, for errors.
+        size: number of ranks, for errors.
     """
 
-    def __init__(self, root: Root | None) -> None:
-        self._root = root
+    def __init__(self, root: Root | None, rank: int = 0, size: int = 1) -> None:
+        self._root, self._rank, self._size = root, rank, size
         self._own = HashStore()
         self._connection: _Connection | None = None
-        self._request: _Request[Any] | None = None
+        self._woken = threading.Event()
 
     def connect(self) -> None:
         """Connect in the background, if not yet connected. Local, non-blocking. Idempotent.
@@ -145,13 +119,12 @@ class StoreClient:
         the server serves no client for 5 s (seen on torch 2.13 and 2.15).
         """
         if self._root is not None and (self._connection is None or not self._connection.is_alive()):
-            root = self._root
-            self._connection = _Connection(lambda: stores.clone_store(root()))
+            self._connection = _Connection(self._root)
+            self._connection.send(lambda _: None)
 
     def wake(self) -> None:
         """Let the current request call ``stopped`` now. Local, from any thread."""
-        if (request := self._request) is not None:
-            request.woken.set()
+        self._woken.set()
 
     def ask(
         self,
@@ -168,35 +141,50 @@ class StoreClient:
             stopped: called every second; the request is abandoned if it raises.
 
         Raises:
-            StoreSilent: no response in time.
-            StoreLost: the store has ended.
+            ReloadpgError: the store is lost.
+            RendezvousTimeoutError: the store does not respond in time.
         """
         if self._root is None:
             return question(self._own)
-        request = self._request = _Request(question)
         self.connect()
         # After any error or interrupt, the abandoned request may hold the lock of the client.
         connection, self._connection = cast(_Connection, self._connection), None
         try:
-            connection.send(request)
-            _await(request, wait, stopped)
+            answer = connection.send(question)
+            self._await(answer, wait, stopped)
+            error = answer.exception()
         except BaseException:
             connection.dismiss()
             raise
-        finally:
-            self._request = None
-        if request.error is not None:
-            connection.dismiss()
-            if isinstance(request.error, ReloadpgError) or not isinstance(
-                request.error, RuntimeError
-            ):
-                raise request.error
-            raise StoreLost(str(request.error)) from request.error
-        if self._connection is None:
+        if self._connection is None and error is None:
             self._connection = connection
         else:  # a signal handler has asked, too
             connection.dismiss()
-        return request.result  # type: ignore[return-value]
+        if isinstance(error, RuntimeError) and not isinstance(error, ReloadpgError):
+            raise store_lost(wait.operation, wait.phase, error) from error
+        return answer.result()
+
+    def _await(self, answer: Future[Any], wait: Wait, stopped: Callable[[], object]) -> None:
+        """Wait for the answer to a request."""
+        limit, woken = wait, threading.Event()
+        self._woken = woken
+        answer.add_done_callback(lambda _: woken.set())
+        while not answer.done():
+            if limit.left == 0:
+                if limit is not wait:
+                    raise store_silent(
+                        wait.operation,
+                        wait.phase,
+                        seconds=wait.seconds,
+                        rank=self._rank,
+                        size=self._size,
+                    )
+                limit = Wait(wait.operation, _GRACE_S)
+            with limit.pause(_LOOK_S) as seconds:
+                woken.wait(seconds)
+            woken.clear()
+            if not answer.done():
+                stopped()
 
     def end(self) -> LibraryThread | None:
         """End the thread after its current request, and return it. Local, non-blocking."""
@@ -207,23 +195,6 @@ class StoreClient:
 
     def __del__(self) -> None:
         self.end()
-
-
-def _await(request: _Request[Any], wait: Wait, stopped: Callable[[], object]) -> None:
-    """Wait until a request has ended; see :meth:`StoreClient.ask`."""
-    grace: Wait | None = None
-    while not request.ended:
-        limit, longest = (wait, _LOOK_S) if grace is None else (grace, _PAUSE_S)
-        if limit.left == 0 and grace is not None:
-            raise StoreSilent
-        if limit.left == 0:
-            grace = Wait(wait.operation, _GRACE_S)
-            continue
-        with limit.pause(longest) as seconds:
-            if request.woken.wait(seconds) and not request.ended:
-                request.woken.clear()
-        if not request.ended:
-            stopped()
 
 
 class StorePool:

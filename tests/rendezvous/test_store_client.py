@@ -126,7 +126,8 @@ left = lambda: [one.name for one in threading.enumerate() if one.name == "reload
 atexit.register(lambda: print("left", left(), flush=True))  # after those of reloadpg
 import torch.distributed as dist
 from reloadpg.rendezvous import worker_thread
-from reloadpg.rendezvous.store_client import StoreClient, StoreSilent
+from reloadpg.errors import RendezvousTimeoutError
+from reloadpg.rendezvous.store_client import StoreClient
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 client = StoreClient(lambda: store)
 client.ask(lambda own: own.set("key", "value"), worker_thread.Wait("connect", 60.0))
@@ -135,7 +136,7 @@ sys.stdin.readline()
 worker_thread._EXIT_S = 0.1
 try:
     client.ask(lambda own: own.get("key"), worker_thread.Wait("test", 0.1))
-except StoreSilent:
+except RendezvousTimeoutError:
     print("silent", left(), flush=True)
 """
 
