@@ -216,7 +216,6 @@ class Rank:
     Args:
         rank: this rank.
         size: number of ranks.
-        process: identifier of this job of this process.
         job: number of the job, if it is known.
 
     Attributes:
@@ -231,8 +230,8 @@ class Rank:
 
     late_polls = 10
 
-    def __init__(self, rank: int, size: int, process: str, job: int = 0) -> None:
-        self.rank, self.size, self.process = rank, size, process
+    def __init__(self, rank: int, size: int, job: int = 0) -> None:
+        self.rank, self.size = rank, size
         self.job, self.next, self.confirmed = job, 1, size == 1
         self.number, self.operation, self.at = 0, "", Current()
 
@@ -247,26 +246,17 @@ class Rank:
         return f"{self.job}/current"
 
     def count(self) -> Steps:
-        """Count this job on its store, once. A rank that has counted fewer jobs than others joins
-        the newest one, so the number is equal on all ranks.
+        """Count this job on its store. The number becomes equal on all ranks: one that has counted
+        fewer jobs than others joins the newest one. So a rank may count a job twice, if the store
+        did not respond.
         """
-        key, process = f"jobs/{self.rank}", self.process
-        while not self.job:
-            text = (yield Read(key)) or ""
-            number, _, by = text.partition(" ")
-            if by != process:
-                number = str(int(number or 0) + 1)
-                if (yield Swap(key, text, f"{number} {process}")) != f"{number} {process}":
-                    continue
-            yield from self._join(int(number))
-
-    def _join(self, number: int) -> Steps:
-        newest = (yield Read("job")) or ""
-        while int(newest or 0) < number:
-            newest = yield Swap("job", newest, str(number))
-        if int(newest) > number:
-            yield Set(f"jobs/{self.rank}", f"{newest} {self.process}")
-        self.job = int(newest)
+        counted = yield Add(f"jobs/{self.rank}", 1)
+        newest = int((yield Read("job")) or 0)
+        while newest < counted:
+            newest = int((yield Swap("job", str(newest or ""), str(counted))) or 0)
+        if newest > counted:
+            yield Add(f"jobs/{self.rank}", newest - counted)
+        self.job = newest
 
     def read(self) -> Steps:
         """Return the value of ``current``."""

@@ -18,7 +18,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
-from uuid import uuid4
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
@@ -111,7 +110,7 @@ class Rendezvous:
         self._root = root
         self._client = client or StoreClient(root, rank, size)
         self._prefix = prefix
-        self.state = Rank(rank, 1 if root is None else size, uuid4().hex, 0 if counts else 1)
+        self.state = Rank(rank, 1 if root is None else size, 0 if counts else 1)
         self._last = 0  # number of the last recovery that was requested
         self._ask_again = self._silent_s = 0.0
         self._progress = 0
@@ -408,7 +407,7 @@ class Round:
     ) -> None:
         self._rendezvous, self._rank = rendezvous, rendezvous.state
         self._phases, self._passed = tuple(phases), 0
-        self._ended = self._lost = self._counted = False
+        self._ended = self._lost = self._counted = self._complete = False
         self._advanced = 0
         self._work: tuple[Attempt, list[Task[object]]] | None = None
         self.operation = operation
@@ -444,7 +443,7 @@ class Round:
 
     def enter(self, reason: str = "", report: str = "") -> None:
         """Enter the operation; see :meth:`Rendezvous.open`."""
-        rendezvous, wait = self._rendezvous, Wait(self.operation, self.seconds, self.phase)
+        rendezvous, wait = self._rendezvous, self._wait()
         if self.operation == "recover":  # other ranks may come later than a process has ended
             rendezvous.peers.forget()
         before = self._rank.number
@@ -460,7 +459,7 @@ class Round:
         finally:  # also if a signal handler raises
             self.number = self._rank.number if self._rank.number != before else 0
         if report:
-            key = self._rank.key("reports", self.number, 1)
+            key = self._of_recovery("reports")
             line = json.dumps([rendezvous.rank, report]) + "\n"
             rendezvous.ask(lambda store: append(store, key, line), wait)
 
@@ -504,7 +503,7 @@ class Round:
             raise self._error()
         if self._ended or self.phase != phase:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
-        wait = Wait(self.operation, self.seconds, phase)
+        wait = self._wait()
         self.since, confirmed = time.time(), self._rank.confirmed
         self.run_hooks("before")
         self.waiting = True
@@ -513,10 +512,9 @@ class Round:
             self.check()
             decision: Decision = self._drive(steps, wait)
         except (Ended, GaveUp) as error:
-            decision = self._leave(error)
+            decision = self._leave(error, plan=plan)
             if decision.kind != "ok":
                 self.run_hooks("after")
-                self._end(decision, plan if decision.kind == "disagree" else "", waits=True)
                 raise self._error() from None
         except ReloadpgError:
             self._counted = True
@@ -540,8 +538,7 @@ class Round:
         Raises:
             DisagreementError: with this text.
         """
-        decision = self._leave(GaveUp(Decision("disagree", self._rendezvous.rank, text)))
-        self._end(decision, "", waits=True)
+        self._leave(GaveUp(Decision("disagree", self._rendezvous.rank, text)))
         self.decision = Decision("disagree", self._rendezvous.rank, text)
         raise self._error()
 
@@ -599,7 +596,7 @@ class Round:
                     raise GaveUp(Decision("timeout", rendezvous.rank))
         except (Ended, GaveUp) as error:
             self._abandon()
-            self._end(self._leave(error), doing(), waits=True)
+            self._leave(error, doing())
             raise self._error() from None
         finally:
             if done:
@@ -623,21 +620,24 @@ class Round:
 
         One rank calls this, between the first two barriers of the recovery.
         """
-        rank, wait = self._rank, Wait(self.operation, self.seconds, self.phase)
-        reports, written = rank.key("reports", self.number, 1), rank.key("summary", self.number, 1)
-
-        def question(store: Store) -> None:
-            lines = map(json.loads, (read(store, reports) or "").splitlines())
-            by_rank = dict(lines)
-            store.set(written, summary([by_rank[rank] for rank in sorted(by_rank)]))
-
-        self._rendezvous.ask(question, wait)
+        lines = map(json.loads, self._read("reports").splitlines())
+        text, key = summary([report for _, report in sorted(lines)]), self._of_recovery("summary")
+        self._rendezvous.ask(lambda store: store.set(key, text), self._wait())
 
     def summary(self) -> str:
         """Read the summary. Call it after the second barrier."""
-        key = self._rank.key("summary", self.number, 1)
-        wait = Wait(self.operation, self.seconds, self.phase)
-        return self._rendezvous.ask(lambda store: read(store, key), wait) or "{}"
+        return self._read("summary") or "{}"
+
+    def _read(self, name: str) -> str:
+        key = self._of_recovery(name)
+        return self._rendezvous.ask(lambda store: read(store, key), self._wait()) or ""
+
+    def _of_recovery(self, name: str) -> str:
+        return self._rank.key(name, self.number, 1)
+
+    def _wait(self) -> Wait:
+        """The deadline of the next barrier."""
+        return Wait(self.operation, self.seconds, self.phase)
 
     # -- the end ----------------------------------------------------------------------------
 
@@ -681,17 +681,18 @@ class Round:
     def _notify(self, error: BaseException) -> None:
         rank = self._rendezvous.rank
         dead = self._rendezvous.peers.dead()
+        failed = Decision("failed", rank, protocol.text_of(error), dead=dead)
         try:
-            decision = Decision("failed", rank, protocol.text_of(error), dead=dead)
-            decision = self._leave(GaveUp(decision))
             # The groups are aborted next, and a rank that still connects to them would raise that
             # instead of this error. An interrupt does not wait.
-            self._end(decision, "", waits=isinstance(error, Exception))
+            decision = self._leave(GaveUp(failed), waits=isinstance(error, Exception))
         except ReloadpgError as lost:
-            _append(error, f"\nThe other ranks could not be notified: {lost}")
-            return
-        if self.decision is not None and self.decision.kind != "ok":
-            _append(error, self.decision.earlier_failure(rank) + self.decision.silence(rank))
+            text = f"\nThe other ranks could not be notified: {lost}"
+        else:
+            self._complete = decision.kind == "ok"
+            text = decision.earlier_failure(rank) + decision.silence(rank)
+        if text and isinstance(error, ReloadpgError):
+            error.args = (f"{error}{text}", *error.args[1:])
 
     @property
     def supposed_end(self) -> str | None:
@@ -702,9 +703,9 @@ class Round:
         """
         if not self.number:  # whatever has ended, this rank was not in it
             return self._phases[0]
-        index = self._passed + self._counted
-        if self.decision is not None and self.decision.kind == "ok":
+        if self._complete:
             return None
+        index = self._passed + self._counted
         if self.decision is not None and self.decision.barrier >= 0:
             index = self.decision.barrier
         return self._phases[index] if index < len(self._phases) else None
@@ -716,30 +717,41 @@ class Round:
             self._lost = True
             raise
 
-    def _leave(self, error: Ended | GaveUp) -> Decision:
-        """End the operation for all ranks; return how it ended."""
+    def _leave(
+        self, error: Ended | GaveUp, doing: str = "", *, plan: str = "", waits: bool = True
+    ) -> Decision:
+        """End the operation for all ranks, and exchange the names of ranks.
+
+        Args:
+            error: why it ends.
+            doing: this rank's work; empty if it waited.
+            plan: this rank's plan, for a disagreement.
+            waits: whether to wait for the answers of the other ranks.
+
+        Returns:
+            How it ended: ``ok`` if all ranks have completed it.
+        """
         # A separate deadline: that of the work may have passed. The first decision written counts.
         seconds = max(_NOTIFY_S, self._rendezvous.grace_s)
         wait = Wait(self.operation, seconds, self.phase)
-        steps = self._rank.leave(error)
+        steps, rendezvous = self._rank.leave(error), self._rendezvous
         if not self.number:
-            self._rendezvous._count(wait)
+            rendezvous._count(wait)
             steps = self._rank.refuse(self.operation, error.decision)
-        decision: Decision = self._rendezvous.drive(steps, wait)
+        decision: Decision = rendezvous.drive(steps, wait)
         self.number = self._rank.number
-        return decision
-
-    def _end(self, decision: Decision, doing: str, *, waits: bool) -> None:
-        """Exchange the names of ranks after the end of the operation."""
-        rendezvous = self._rendezvous
+        if decision.kind == "ok":
+            return decision
         self._ended, self.decision = True, decision
-        if decision.kind in ("ok", "recover"):
-            return
+        if decision.kind == "recover":
+            return decision
         # Few ranks look for missing ones at first; the others find what those have written.
         seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
-        steps = self._rank.close(decision, doing, waits=waits, hosts=rendezvous.is_host())
+        said = plan if decision.kind == "disagree" else doing
+        steps = self._rank.close(decision, said, waits=waits, hosts=rendezvous.is_host())
         with suppress(ReloadpgError):  # the decision is known, without the names
             self.decision = rendezvous.drive(steps, Wait(self.operation, seconds, self.phase))
+        return self.decision
 
     def _error(self) -> ReloadpgError:
         decision = self.decision or OK
@@ -765,9 +777,3 @@ def _all_ended(tasks: Sequence[Task[object]], seconds: float, interrupted: threa
             return False
         # Any of several threads may fail first, and its error must not wait for the others.
         running[0].wait(min(left, 0.5) if len(tasks) == 1 else min(left, 0.01))
-
-
-def _append(error: BaseException, text: str) -> None:
-    """Append text to the message of an error."""
-    if text and isinstance(error, ReloadpgError):
-        error.args = (f"{error}{text}", *error.args[1:])

@@ -358,7 +358,7 @@ class Explorer:
             number = self.seats.of(seat)
             self.now[number] = Init(), seat.next
             return number, None, 0, seat.next
-        one = Rank(seat.rank, self.size, f"process {seat.rank}.{seat.process}", seat.job)
+        one = Rank(seat.rank, self.size, seat.job)
         one.next, one.confirmed, one.late_polls = seat.next, seat.confirmed, 1
         case = self.case
         steps = call(one, seat.script[0], seat.groups, looks=case.looks, states=case.states)
@@ -462,7 +462,7 @@ class Explorer:
         jobs = self.case.jobs
         store: tuple[tuple[str, Any], ...] = ()
         if jobs is not None:
-            store = tuple((f"jobs/{r}", f"{n} an earlier one") for r, n in enumerate(jobs) if n)
+            store = tuple((f"jobs/{r}", n) for r, n in enumerate(jobs) if n)
             store = (("job", str(max(jobs))), *store) if any(jobs) else ()
         seats = []
         for rank, script in enumerate(self.case.scripts):
@@ -802,9 +802,9 @@ SCENARIOS: dict[str, Scenario] = {
         (SHORT,) * 3, 1, ("crash",), (1,), OUTCOMES, patience=2, watches=True
     ),
     "two jobs on one store": Scenario(
-        ((*SHORT, "init", *SHORT),) * 2, 1, ("lost", "interrupt"), (0, 1), OUTCOMES, (0, 0)
+        ((*SHORT, "init", *SHORT),) * 2, 1, ("late", "interrupt"), (0, 1), OUTCOMES, (0, 1)
     ),
-    "a job that is counted": Scenario((SHORT,) * 2, 1, ("lost",), (0, 1), OUTCOMES, (0, 0)),
+    "a job that is counted": Scenario((SHORT,) * 2, 1, ("late",), (0, 1), OUTCOMES, (0, 0)),
     "a rank that has counted fewer jobs": Scenario((SHORT,) * 2, jobs=(0, 2), polls=True),
     "fewer jobs, and any fault": Scenario(
         (SHORT,) * 2, 1, FAULTS, (0, 1), OUTCOMES, jobs=(0, 2), polls=True

@@ -115,7 +115,7 @@ MUTATIONS = {
     "loses a flag": ('asked or ""', '""'),
     "a reload does not replace the state": (", generation=reconciled(plans)", ""),
     "does not follow to a newer job": ("if newest <= self.job:", "if True:"),
-    "counts a job twice": ("if by != process:", "if True:"),
+    "does not count the job that it joins": ("newest - counted)", "0)"),
 }
 
 

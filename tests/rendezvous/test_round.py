@@ -432,7 +432,7 @@ class HeldStore(WatchedStore):
         self.held: list[str] = []
 
         def watch(method: str, key: str) -> None:
-            if method == "compare_set" and "jobs/" in key and not self.held:
+            if method == "add" and "jobs/" in key and not self.held:
                 self.held.append(key)
                 ended.wait(FAR)
 
