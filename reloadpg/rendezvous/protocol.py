@@ -313,11 +313,15 @@ class Rank:
         return same or operation not in ("reload", "recover")
 
     def _raise_failure(self, now: Current) -> Steps:
-        """Raise how the last operation has failed without this rank."""
-        named, self.next = (yield from self._named(now)), now.number
-        if named == now.last:  # no rank has named the others yet: they wait for this one
-            named = yield from self.close(named, "", number=now.number - 1, waits=False)
-        raise Ended(named)
+        """Raise how the last operation has failed without this rank, with the names."""
+        decision, number, self.next = now.last, now.number - 1, now.number
+        if decision.barrier >= 0:
+            text = yield Read(self.key("result", number, decision.barrier))
+            if text is None:  # no rank has named the others yet: they wait for this one
+                decision = yield from self.close(decision, "", number=number, waits=False)
+            else:
+                decision = Decision.from_json(text)
+        raise Ended(decision)
 
     def _is_begun(self, now: Current) -> Steps:
         """Whether other ranks have arrived in the open operation, or do so soon."""
@@ -403,14 +407,6 @@ class Rank:
             now = yield from self._change(now, now.ended(decision, self.operation))
         return OK if now.passed == number else self._end_of(now)
 
-    def leave(self, error: BaseException) -> Steps:
-        """End the operation because of an error on this rank. Returns how it ended."""
-        if isinstance(error, Ended):
-            return error.decision
-        if isinstance(error, GaveUp):
-            return (yield from self.end(error.decision))
-        return (yield from self.end(Decision("failed", self.rank, text_of(error))))
-
     def close(
         self,
         decision: Decision,
@@ -468,13 +464,6 @@ class Rank:
         except GaveUp:
             pass
         return text
-
-    def _named(self, now: Current) -> Steps:
-        """The decision that ended an operation without this rank, with the names."""
-        if now.last.barrier < 0:
-            return now.last
-        text = yield Read(self.key("result", now.number - 1, now.last.barrier))
-        return now.last if text is None else Decision.from_json(text)
 
     def _change(self, old: Current, new: Current) -> Steps:
         """Try to change ``current``, and wake the ranks at the old barrier. Returns its value."""

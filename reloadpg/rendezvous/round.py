@@ -734,12 +734,13 @@ class Round:
         # A separate deadline: that of the work may have passed. The first decision written counts.
         seconds = max(_NOTIFY_S, self._rendezvous.grace_s)
         wait = Wait(self.operation, seconds, self.phase)
-        steps, rendezvous = self._rank.leave(error), self._rendezvous
-        if not self.number:
+        rendezvous, decision = self._rendezvous, error.decision
+        if isinstance(error, GaveUp) and self.number:
+            decision = rendezvous.drive(self._rank.end(decision), wait)
+        elif isinstance(error, GaveUp):
             rendezvous._count(wait)
-            steps = self._rank.refuse(self.operation, error.decision)
-        decision: Decision = rendezvous.drive(steps, wait)
-        self.number = self._rank.number
+            decision = rendezvous.drive(self._rank.refuse(self.operation, decision), wait)
+            self.number = self._rank.number
         if decision.kind == "ok":
             return decision
         self._ended, self.decision = True, decision

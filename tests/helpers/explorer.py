@@ -205,12 +205,15 @@ def one_operation(
         if not number and isinstance(error, Ended):
             return Result(0, 0, "none", kind)
         try:
-            if number:
-                decision = yield from one.leave(error)
+            own = error.decision if isinstance(error, GaveUp) else Decision("failed", one.rank)
+            if isinstance(error, Ended):
+                decision = error.decision
+            elif number:
+                decision = yield from one.end(own)
             else:
                 if not one.job:
                     yield from one.count()
-                decision = yield from one.refuse(operation, Decision("failed", one.rank))
+                decision = yield from one.refuse(operation, own)
             number = one.number
         except (StoreLost, KeyboardInterrupt, GaveUp):
             return Result(number, one.at.barrier if number else 0, "unknown", "lost")
