@@ -280,6 +280,10 @@ class Rendezvous:
                     command = steps.send(reply)
         except StopIteration as stop:
             return stop.value
+        except ReloadpgError:
+            if round_ is not None:
+                round_.lost = True
+            raise
         finally:
             steps.close()
 
@@ -399,6 +403,7 @@ class Round:
         waiting: whether this rank waits at the next barrier for others.
         notified: set when the other ranks were notified of this rank's failure, or cannot be.
         interrupted: set when the caller has told the operation to end.
+        lost: whether this rank has lost the store.
         number: number of the operation, equal on all ranks; 0 if this rank has not entered it.
     """
 
@@ -407,7 +412,7 @@ class Round:
     ) -> None:
         self._rendezvous, self._rank = rendezvous, rendezvous.state
         self._phases, self._passed = tuple(phases), 0
-        self._ended = self._lost = self._counted = self._complete = False
+        self._ended = self._counted = self._complete = self.lost = False
         self._advanced = 0
         self._work: tuple[Attempt, list[Task[object]]] | None = None
         self.operation = operation
@@ -454,7 +459,7 @@ class Round:
             self.decision, self._ended = ended.decision, True
             return
         except ReloadpgError:
-            self._lost = True
+            self.lost = True
             raise
         finally:  # also if a signal handler raises
             self.number = self._rank.number if self._rank.number != before else 0
@@ -510,7 +515,7 @@ class Round:
         steps = self._rank.barrier(share, flags, ends=phase == self._phases[-1])
         try:
             self.check()
-            decision: Decision = self._drive(steps, wait)
+            decision: Decision = self._rendezvous.drive(steps, wait, self)
         except (Ended, GaveUp) as error:
             decision = self._leave(error, plan=plan)
             if decision.kind != "ok":
@@ -587,7 +592,7 @@ class Round:
                 if self._ended:
                     raise self._error()
                 if not rendezvous.alone:
-                    self._drive(self._rank.look(), wait)
+                    rendezvous.drive(self._rank.look(), wait, self)
                     rendezvous.extend(wait, seen - reported)
                     reported = seen
                 wait.log(doing)
@@ -671,7 +676,7 @@ class Round:
         self.run_hooks("failing")
         try:
             self._abandon()
-            if self.phase and not (self._ended or self._lost):
+            if self.phase and not (self._ended or self.lost):
                 self._notify(error)
             return self.supposed_end
         finally:
@@ -709,13 +714,6 @@ class Round:
         if self.decision is not None and self.decision.barrier >= 0:
             index = self.decision.barrier
         return self._phases[index] if index < len(self._phases) else None
-
-    def _drive(self, steps: Steps, wait: Wait) -> Any:
-        try:
-            return self._rendezvous.drive(steps, wait, self)
-        except ReloadpgError:
-            self._lost = True
-            raise
 
     def _leave(
         self, error: Ended | GaveUp, doing: str = "", *, plan: str = "", waits: bool = True

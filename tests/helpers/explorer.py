@@ -8,6 +8,9 @@ limit: a scenario is complete, or its test fails.
 Ranks in equal states of their generators are merged (:func:`signature`), and every value that
 occurs in a world is replaced by a number, so the steps of the ranks and of the store are computed
 once. Time advances only when no rank can do anything: then the timeouts of those that wait end.
+
+Not explored: two faults on three ranks, more than two faults, and the threads, clocks and requests
+outside the protocol (progress, and the lists of the ranks of a host).
 """
 
 from __future__ import annotations
