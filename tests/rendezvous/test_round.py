@@ -457,10 +457,12 @@ def test_a_request_without_a_response_does_not_block_later_requests() -> None:
 def test_a_reply_to_an_abandoned_request_changes_nothing() -> None:
     """Another request has counted the job since then."""
     others, ended = {*threading.enumerate()}, threading.Event()
-    rdv = Rendezvous(lambda: HeldStore(ended), 0, 2, watches=True)
+    held = HeldStore(ended)
+    rdv = Rendezvous(lambda: held, 0, 2, watches=True)
     rdv.count_job(0.1)
     try:
         rdv.count_job(SOON)
+        assert rdv.state.job
         state = vars(rdv.state).copy()
     finally:
         ended.set()
