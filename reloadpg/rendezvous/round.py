@@ -572,29 +572,25 @@ class Round:
         attempt = Attempt()
         tasks: list[Task[object]] = []
         self._work = attempt, tasks
-        done = False
         try:
             for index in range(threads):
                 tasks.append(Task(partial(work, attempt, index), self.operation))
             # Most work ends immediately, without a request to the store.
-            pause, seen, reported = min(0.2, self.seconds), self._advanced, self._advanced
+            pause, seen = min(0.2, self.seconds), self._advanced
             while True:
                 # The process may have been stopped in this pause: that time does not count.
                 with wait.pause(pause) as seconds:
-                    done = _all_ended(tasks, seconds, self.interrupted)
-                if done:
-                    return
-                pause = rendezvous.pause_s
-                if self._advanced != seen:
-                    seen = self._advanced
+                    if _all_ended(tasks, seconds, self.interrupted):
+                        return
+                pause, before, seen = rendezvous.pause_s, seen, self._advanced
+                if seen != before:
                     wait.extend()
                 self.check()  # the work may wait for a process that has ended
                 if self._ended:
                     raise self._error()
                 if not rendezvous.alone:
                     rendezvous.drive(self._rank.look(), wait, self)
-                    rendezvous.extend(wait, seen - reported)
-                    reported = seen
+                    rendezvous.extend(wait, seen - before)
                 wait.log(doing)
                 # Progress since the last look restarts the timeout in the next pass.
                 if wait.left == 0 and self._advanced == seen:
@@ -604,12 +600,10 @@ class Round:
             self._leave(error, doing())
             raise self._error() from None
         finally:
-            if done:
-                self._work = None
             self._abandon()  # after an error of a thread, or of a signal handler
 
     def _abandon(self) -> None:
-        """Abandon the work, if it has not ended. Idempotent."""
+        """Abandon the work that has not ended. Idempotent."""
         if self._work is not None:
             (attempt, tasks), self._work = self._work, None
             attempt.abandon()
