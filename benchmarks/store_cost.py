@@ -48,7 +48,7 @@ class Player:
     """One rank of a job: it performs the commands of its generators on a client."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank = Rank(rank, size, str(rank), job=1)
+        self.rank = Rank(rank, size, job=1)
         self.requests = 0
         self._steps: Steps = self.rank.count()
         self._waits: Await | None = None
