@@ -170,7 +170,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
     """It restarts the timeout of ranks that work or have arrived, and in a job of one rank."""
     worked, arrived, over = threading.Event(), threading.Event(), threading.Event()
     together = threading.Barrier(3)
-    job = tcp_job(3, signals_arrival(arrived, 2, at="done"))
+    job = tcp_job(3, signals_arrival(arrived, 2, at="/3.0"))
     steps, step = 22, 0.25  # 5.5 s of work with a timeout of 5 s
 
     def body(rdv: Rendezvous) -> str:
@@ -194,7 +194,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
         elif rdv.rank == 1:
             assert arrived.wait(SOON)
         try:
-            rdv.open("reload", ("done",), 0.5 if rdv.rank == 1 else FAR).barrier("done")
+            rdv.open("barrier", ("done",), 0.5 if rdv.rank == 1 else FAR).barrier("done")
         finally:
             over.set()
         return "passed"
