@@ -126,6 +126,21 @@ class Borrowed:
             f"{self.generation}{state}"
         )
 
+    @property
+    def consequence(self) -> str:
+        """A warning of what can no longer be used, or has no effect any more; empty if it can."""
+        if not self.ended:
+            return ""
+        if self.raw:
+            text = "a use of it is a use after free; it must be taken again after each reload"
+        elif self.what == "backend":
+            text = "it no longer belongs to the group; take it again after each reload"
+        elif self.what in ("abort hook", "memory pool"):
+            text = "it is no longer registered; register it again after each reload"
+        else:
+            return ""
+        return f"{self}: {text}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:

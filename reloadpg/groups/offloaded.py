@@ -97,7 +97,7 @@ class Offloaded:
     """
 
     block_is_open: ClassVar[Callable[[str], bool]] = staticmethod(lambda set_name: False)
-    """Whether a set is in an ``offloaded()`` block; assigned by the registry."""
+    """Whether a set is in an ``offloaded()`` block; assigned by the installation."""
 
     def __init__(
         self,

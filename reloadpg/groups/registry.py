@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -63,17 +63,6 @@ class Options:
         }
 
 
-class JobHooks:
-    """What the creation of groups needs of the job; :mod:`reloadpg.lifecycle.job` overrides it."""
-
-    def after_world(self, *, begins: bool) -> None:
-        """Called when the default group is reloadable.
-
-        Args:
-            begins: whether it was just created: all ranks begin a job with it.
-        """
-
-
 class Registry:
     """The state of the installation and of its groups. One instance: :data:`registry`."""
 
@@ -87,7 +76,9 @@ class Registry:
         """Variables of the environment that the installation has set."""
         self.renamed_backends: dict[str, str] = {}
         """Backends that ``new_group`` creates in place of requested ones, by an integration."""
-        self.hooks = JobHooks()
+        self.after_world: Callable[[bool], None] = lambda begins: None
+        """Called when the default group is reloadable; the argument: whether it was just created,
+        so that all ranks begin a job with it. The installation assigns it."""
         self._disowned: list[Any] = []
         """The parent's communicators in a forked child: their destructors would wait."""
         self._begin_process()

@@ -106,6 +106,8 @@ class SetState:
         cycles: number of completed offloads.
         depth: number of open blocks that keep it offloaded.
         users: number of open blocks in which it is live.
+        owes_callbacks: whether callbacks of a reload are due on this rank though no group is
+            offloaded: an offload has failed after its callbacks, or a callback after a reload has.
     """
 
     offloaded: bool = False
@@ -113,6 +115,7 @@ class SetState:
     cycles: int = 0
     depth: int = 0
     users: int = 0
+    owes_callbacks: bool = False
 
     def in_block(self) -> bool:
         """Whether an open block will reload it at its end."""

@@ -265,7 +265,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     creation.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
     note_creation()
-    registry.hooks.after_world(begins=begins)
+    registry.after_world(begins)
     return proxy
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,8 +15,15 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import tables
 from ..errors import InvalidOptionError
+from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
+from ..texts import warn
+
+logger = logging.getLogger("reloadpg")
+
+NOTHING_RELEASED = "nothing was released"
+"""The begin of a warning that the program can change something about."""
 
 
 class Callback(NamedTuple):
@@ -221,3 +230,33 @@ def register(registered: list[Any], entry: Any) -> Callable[[], None]:
         registered[:] = [other for other in registered if other is not entry]
 
     return remove
+
+
+def publish(report: Report) -> None:
+    """Log a report and pass it to the registered callbacks; their errors are logged. Local.
+
+    Each kind of warning is given once: at the program's line if the program can change it there,
+    and otherwise in the log. The exception of a failed operation has the text of its error.
+    """
+    logger.info("%s", report)
+    for warning in report.warnings:
+        first = is_new(warning)
+        if first and warning.startswith(NOTHING_RELEASED):
+            warn(f"reloadpg.{report.operation}(): {warning}")
+        else:
+            logger.log(
+                logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning
+            )
+    for callback in list(callbacks.report):
+        try:
+            callback(report)
+        except Exception:
+            logger.exception("a callback registered with reloadpg.on_report failed")
+
+
+def is_new(warning: str) -> bool:
+    """Whether no warning of this kind was given yet; from now on one was. Local."""
+    kind = re.sub(r"\d[\d.]*", "#", warning)
+    first = kind not in registry.warned
+    registry.warned.add(kind)
+    return first

@@ -23,9 +23,9 @@ from ..groups.selection import Selection
 from ..groups.wrappers import manage_world
 from ..settings import IS_OFF, as_flag, as_integer, as_timedelta, refuse_unknown_variables
 from ..texts import counted, is_first_of_host, warn
-from .callbacks import callbacks
+from .callbacks import callbacks, is_new
 from .job import jobs
-from .record import is_new, not_reloadable
+from .status import not_reloadable
 from .variables import install_options, set_log_level
 
 logger = logging.getLogger("reloadpg")
@@ -238,6 +238,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
         if obstacle := nccl.torchcomms_obstacle():
             raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
         variables = _recovery_variables(options) if options.recoverable else {}
+        jobs.serve_groups()
         patches = Patches.apply()
         registry.options, registry.patches = options, patches
         patches.patch_loaded_late()

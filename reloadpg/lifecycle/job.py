@@ -1,7 +1,7 @@
 """The current job of this process, from ``init_process_group`` to its destruction.
 
-It connects the groups to the rendezvous: ``groups`` knows no store, and asks :class:`Jobs` through
-the hooks of its registry.
+It connects the groups to the rendezvous: ``groups`` knows no store, and asks :class:`Jobs`, as each
+installation arranges (:meth:`Jobs.serve_groups`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -21,12 +21,16 @@ from ..errors import ReloadpgError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import Offloaded
 from ..groups.proxy import managed
-from ..groups.registry import JobHooks, registry
+from ..groups.registry import registry
 from ..groups.sets import Chosen, SetStates
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Task, Wait, exiting
 from .dumps import DumpWatch, watch
+
+if TYPE_CHECKING:
+    from ..reports import OperationStatus
+    from .operation import Operation
 
 _CONNECT_S = 6.0
 """Seconds within which a connection to the store succeeds without a response from DNS."""
@@ -60,8 +64,6 @@ class Job:
         connecting: connections to the store that are made in the background.
         dumps: the thread that writes the flight recorder's dumps; None while torch does.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
-        owed: sets whose callbacks of a reload are due on this rank though no group is offloaded:
-            an offload has failed after its callbacks, or a callback after a reload has failed.
         left_out: the registered groups that the last reload has left out, by name, with the sets
             that it was for; equal on all ranks.
     """
@@ -77,7 +79,6 @@ class Job:
     connecting: list[Task[Any]] = field(default_factory=list)
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
-    owed: list[Chosen] = field(default_factory=list)
     last_error: str = ""
     round: Round | None = None
     left_out: dict[str, Chosen] = field(default_factory=dict)
@@ -92,10 +93,6 @@ class Job:
     @property
     def offloaded(self) -> bool:
         return any(state.offloaded for state in self.sets.all())
-
-    def settle(self, chosen: Chosen) -> None:
-        """Note that the callbacks of a reload of these sets are no longer owed. Local."""
-        self.owed = [sets for sets in self.owed if sets.without(chosen)]
 
     def end(self) -> None:
         """End the job with its default group. Local; waits a limited time. Idempotent.
@@ -126,7 +123,7 @@ class Job:
             self.dumps = watch(self.dumps, root, self.rendezvous.rank)
 
 
-class Jobs(JobHooks):
+class Jobs:
     """The current job and its current operation. One instance per process: :data:`jobs`."""
 
     def __init__(self) -> None:
@@ -135,7 +132,7 @@ class Jobs(JobHooks):
     def begin_process(self) -> None:
         """Forget the job and the operation, which in a forked child are the parent's. Local."""
         self._job: Job | None = None
-        self._running: weakref.ref[Any] | None = None
+        self._running: weakref.ref[Operation] | None = None
 
     def current(self, operation: str) -> Job | None:
         """Return the job of the current default group, which may join one; None without a group.
@@ -183,16 +180,25 @@ class Jobs(JobHooks):
         job = self._job
         return job if job is not None and job.of() is tables.world() else None
 
-    # -- hooks of the creation of groups ----------------------------------------------------
+    # -- what groups ask ----------------------------------------------------------------------
 
-    def after_world(self, *, begins: bool) -> None:
+    def serve_groups(self) -> None:
+        """Let the groups, which know no job, call the two functions below. Local, idempotent."""
+        registry.after_world = self._after_world
+        Offloaded.block_is_open = staticmethod(self._block_is_open)
+
+    def _block_is_open(self, set_name: str) -> bool:
+        job = self.known
+        return job is not None and job.sets[set_name].in_block()
+
+    def _after_world(self, begins: bool) -> None:
         job = self.current("install")  # connects to the store in the background
         if begins and job is not None and not job.rendezvous.alone:
             job.rendezvous.count_job()
 
     # -- one operation at a time --------------------------------------------------------------
 
-    def begin(self, operation: Any) -> None:
+    def begin(self, operation: Operation) -> None:
         """Refuse a second lifecycle operation while one runs, from any thread or callback.
 
         The operation ends when its ``is_running`` is false or when the object is deleted, so an
@@ -216,7 +222,7 @@ class Jobs(JobHooks):
                 )
             self._running = weakref.ref(operation)
 
-    def _operation(self) -> Any:
+    def _operation(self) -> Operation | None:
         operation = None if self._running is None else self._running()
         return operation if operation is not None and operation.is_running else None
 
@@ -224,14 +230,10 @@ class Jobs(JobHooks):
     def busy(self) -> bool:
         return self._operation() is not None
 
-    def progress(self) -> Any:
+    def progress(self) -> OperationStatus | None:
         running = self._operation()
         return None if running is None else running.status()
 
 
 jobs = Jobs()
-registry.hooks = jobs
-Offloaded.block_is_open = staticmethod(
-    lambda name: (job := jobs.known) is not None and job.sets[name].in_block()
-)
 os.register_at_fork(after_in_child=jobs.begin_process)

@@ -16,12 +16,19 @@ from ..reports import Report
 from ..settings import as_flag
 from . import memory
 from .callbacks import Callback, callbacks
+from .destroy import Releases
 from .job import Job
 from .operation import Operation
 from .pending import Pending, start
-from .recreate import Releases
-from .strategy import bytes_kept, choose, obstacle_of, refuse_borrowed, verify
-from .suspend import released_backends, suspend
+from .suspend import (
+    bytes_kept,
+    choose,
+    obstacle_of,
+    refuse_borrowed,
+    released_backends,
+    suspend,
+    verify,
+)
 
 
 @overload
@@ -87,44 +94,46 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
 
 def release(op: Operation, job: Job, collect: bool = False) -> None:
     """The steps of an offload; see :func:`offload`."""
+    op.enter()
     op.await_unfinished()
     live = [group for group in reversed(op.groups) if group.is_live]
     # All that can fail comes before the first barrier: the callbacks, what other code holds of the
     # groups, the device's work. When the last rank has arrived, every rank may change its groups.
     obstacle = obstacle_of(live, job) if op.may_suspend else ""
     live = _prepare(op, job, live, callbacks.offload, ends=not op.may_suspend)
-    _quiesce(op, "enter")
+    _quiesce(op)
     obstacle = op.agree(obstacle)
     suspends = op.may_suspend and not obstacle
     if op.may_suspend:
         if not suspends:  # only now is it known that generations end
             live = _prepare(op, job, live, [], ends=True)
-            _quiesce(op, "quiesced")
+            _quiesce(op)
         op.barrier("quiesced")
-    op.record.warnings += choose(live, suspends=suspends, obstacle=obstacle)
+    op.warnings += choose(live, suspends=suspends, obstacle=obstacle)
     # From here on, groups change: the operation completes, or sets them all to failed.
     recreated = [] if suspends else live
     if any(b.startswith("nccl") for g in recreated for b in g.construction.released.values()):
-        op.record.warnings += release_cautions()
+        op.warnings += release_cautions()
     suspended = [group for group in live if group.history.strategy == "suspend"]
     if op.may_suspend:
         held = memory.in_use()
-        op.each("suspended", live if suspends else [], suspend)
+        op.over(live if suspends else [], suspend)
         op.barrier("suspended")
-        op.record.measure("suspended")
-        op.record.warnings += verify(suspended, job, held, memory.in_use())
+        op.measure("suspended")
+        op.warnings += verify(suspended, job, held, memory.in_use())
     releases = Releases(job)
     c10d_backends.await_monitors(*(group.communicator for group in recreated))
-    op.each("released", recreated, releases.release)
+    op.over(recreated, releases.destroy)
     if collect:
-        with op.record.timed("collect"):
+        with op.timed("collect"):
             gc.collect()
-    op.record.measure("released")
+    op.measure("released")
     op.barrier("released")
-    op.record.warnings += releases.held()
-    op.record.warnings += bytes_kept(suspended)
-    op.complete("" if live else "no live reloadable group")
-    job.settle(op.concerned)
+    op.warnings += releases.held()
+    op.warnings += bytes_kept(suspended)
+    op.note = "" if live else "no live reloadable group"
+    for state in op.states:
+        state.owes_callbacks = False
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
 
@@ -147,7 +156,8 @@ def _prepare(
         refuse_borrowed(live, op.options.borrowed)
         told = op.of_generations(callbacks.offload, live)
     if told or op.due(due):
-        job.owed.append(op.concerned)  # until the offload is complete
+        for state in op.states:
+            state.owes_callbacks = True  # until the offload is complete
     op.call([*due, *told])
     if ends:
         _forget_told(live)
@@ -162,7 +172,7 @@ def _forget_told(groups: list[ManagedGroup]) -> None:
                 group.known_loans.forget(package)
 
 
-def _quiesce(op: Operation, phase: str) -> None:
+def _quiesce(op: Operation) -> None:
     """Wait for work that uses the groups on this rank; with a timeout.
 
     No collective is in flight, so this is where the devices of communicators can be read.
@@ -173,9 +183,9 @@ def _quiesce(op: Operation, phase: str) -> None:
         devices.record({group.proxy: _devices_of(group) for group in live})
         devices.synchronize()
 
-    op.await_saves(phase)
-    with op.record.timed("device"):
-        op.do(phase, synchronize, "synchronizing the accelerator")
+    op.await_saves()
+    with op.timed("device"):
+        op.do(synchronize, "synchronizing the accelerator")
         c10d_backends.raise_for_aborted()  # the release of the communicators would hide it
 
 

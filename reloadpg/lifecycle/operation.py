@@ -1,8 +1,7 @@
 """One offload, reload or recovery on this rank: what it changes, its barriers, its steps, its end.
 
-It runs in a separate thread (:mod:`.pending`), whose whole work is the ``with`` block of an
-:class:`Operation`. The block enters the operation with all ranks. It leaves it complete, by
-:meth:`Operation.complete`; or by an error, which leaves the groups failed or unchanged on all
+It runs in a separate thread (:mod:`.pending`), as the ``with`` block of an :class:`Operation`: its
+steps in order, each up to the next barrier. An error leaves the groups unchanged or failed, on all
 ranks.
 """
 
@@ -22,12 +21,8 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import devices, nccl
 from ..c10d import saves as c10d_saves
-from ..errors import (
-    NotInstalledError,
-    RebuildError,
-    ReleaseError,
-    ReloadpgError,
-)
+from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
+from ..groups.borrowed import borrowed
 from ..groups.creation import HANDED_OVER
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState, UnderWay
@@ -39,13 +34,14 @@ from ..rendezvous.plan import GENERATION, GroupPlan, Plan
 from ..rendezvous.round import Interrupted, Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt, Wait
-from ..reports import OperationStatus, Report
+from ..reports import GroupReport, OperationStatus, RankFault, Report, Span
 from ..settings import IS_OFF
-from .abort import abort
+from . import memory
 from .callbacks import Callback, callbacks
+from .destroy import abort
 from .job import Job, Unfinished, jobs
-from .record import Record
-from .strategy import planned
+from .status import not_reloadable, nothing_released
+from .suspend import planned
 
 logger = logging.getLogger("reloadpg")
 
@@ -72,8 +68,6 @@ _ABORT_S = 2.0
 _UNFINISHED_S = 10.0
 """Seconds that an operation waits for communicators that a failed one is still destroying."""
 
-Action = Callable[[ManagedGroup, Attempt, int], object]
-
 
 class Operation:
     """One lifecycle operation on this rank.
@@ -93,8 +87,9 @@ class Operation:
         generation: the job's generation after the operation.
         whole: whether all groups of the chosen sets are rebuilt, whatever their state.
         round: the barriers to reach; None before this rank has entered the operation.
-        record: times, memory and warnings, for the report.
         activity: this rank's current activity other than with groups, as text.
+        reports: the reports on the groups that it has changed, by name.
+        warnings: for the report, as are ``note`` and ``faults``.
         report: the report of this rank; set when the operation has ended.
         in_caller: calls a function in the thread of the caller, if that waits.
 
@@ -115,22 +110,29 @@ class Operation:
             refuse_undeclared(sorted(chosen.names), self.options.selection.set_names, name)
         self.may_suspend = self.options.strategy == "suspend"
         self.chosen = chosen
-        self.record = Record(name, chosen)
         note = IS_OFF if registry.off else "torch.distributed is not initialized"
         self.report = Report(operation=name, changed=False, generation=0, note=note)
-        self.activity = ""
+        self.started_at = time.time()
+        self.reports: dict[str, GroupReport] = {}
+        self.warnings: list[str] = []
+        self.faults: tuple[RankFault, ...] = ()
+        self.note = self.activity = ""
         self.job: Job | None = None
         self.is_running = False
         self.in_caller: Callable[[Callable[[], object]], object] = lambda call: call()
         self._skip = skip
         self._round: Round | None = None
         self._interrupt: BaseException | None = None
-        self._committed = self._completed = False
+        self._committed = False
         self._current: dict[int, str] = {}
         self._took: dict[ManagedGroup, tuple[float, float]] = {}  # begin and duration
         self._to_do = 0
         self._reserved: list[ManagedGroup] = []
         self._under_way: UnderWay | None = None
+        self._started = time.perf_counter()
+        self._spans: list[Span] = []
+        self._memory: dict[str, dict[str, int]] = {}
+        self._moments: dict[str, float] = {}
 
     # -- its begin and its end --------------------------------------------------------------
 
@@ -146,28 +148,19 @@ class Operation:
         if job is not None:
             self.world = job.world
             if text := devices.difference():
-                self.record.warnings.append(text)
+                self.warnings.append(text)
             self._choose(job)
         self.job = job  # last: an interrupt before this line has changed nothing
 
     def __enter__(self) -> Operation:
-        """Enter the operation with all ranks, except in a recovery: it requests its own."""
-        job = self.job
-        if job is None:
-            return self
-        self.record.measure("before")
-        for callback in list(callbacks.begin):
-            callback()
-        try:
-            if self.name != "recover":
-                self.open()
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
         return self
 
-    def open(self, seconds: float = 0, *, reason: str = "", report: str = "") -> None:
-        """Enter the next operation of the job; see :meth:`Rendezvous.open`."""
+    def enter(self, seconds: float = 0, *, reason: str = "", report: str = "") -> None:
+        """Enter the next operation of the job with all ranks; see :meth:`Rendezvous.open`."""
+        if self._round is None:
+            self.measure("before")
+            for callback in list(callbacks.begin):
+                callback()
         self._known.last_error = ""
         round_ = self._new_round(self._known, seconds)
         if self._interrupt is not None:
@@ -203,10 +196,13 @@ class Operation:
             self._round.interrupt()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End it as all ranks do, and build the report."""
         if isinstance(error, Interrupted) and self._interrupt is not None:
             error = self._interrupt
-        if error is not None and self.job is not None:
-            self._end_early(self.job, error)
+        if self.job is not None:
+            if error is not None:
+                self._end_early(self.job, error)
+            self.report = self._report(self.job)
         self._end()
         if error is self._interrupt and error is not None:
             raise error
@@ -239,18 +235,17 @@ class Operation:
         self.activity = f"ending it after {type(error).__name__}"
         phase = (self._round or self._new_round(job)).fail(error)
         if phase is None:
-            self.complete()
+            self._commit()
         elif phase in TOUCHING or self.name == "recover":
             self._leave_failed(job, phase, error)
         job.last_error = f"{type(error).__name__}: {error}"
-        self.report = self.record.report(job, error=job.last_error)
 
     def _leave_failed(self, job: Job, phase: str, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         self.mark_offloaded()
         if phase in ("suspended", "resumed"):
             job.suspend_obstacle = f"an earlier {self.name} failed in its phase {phase!r}: {reason}"
-            self.record.warnings = ["from now on, the job recreates its groups and suspends none"]
+            self.warnings = ["from now on, the job recreates its groups and suspends none"]
         if job.creation_stores is not None:  # abandoned creations may hold the clients indefinitely
             job.creation_stores = job.creation_stores.replaced()
         # Some ranks may have rebuilt a group and others not. With different generations, the ranks
@@ -268,19 +263,10 @@ class Operation:
         # not withhold the error: the next operation waits for it again, and reports it.
         end = Wait(self.name, _ABORT_S)
         for aborting in aborts:
-            aborting.task.wait(end.left)
-        for aborting in aborts:
-            if not aborting.task.ended:
+            if not aborting.task.wait(end.left):
                 logger.error(
                     "%s: after %g s, %s; its memory is not free", self.name, _ABORT_S, aborting
                 )
-
-    def complete(self, note: str = "") -> None:
-        """Commit, and build the report."""
-        if not self._completed:
-            self._commit()
-            self.report = self.record.report(self._known, note)
-            self._completed = True
 
     # -- what it changes --------------------------------------------------------------------
 
@@ -304,7 +290,7 @@ class Operation:
             self._planned = [g for g in registry.managed() if g.set_name in self.chosen]
         # No group is deleted while the operation runs, whichever of these it changes.
         self._proxies = [group.proxy for group in (*self.groups, *self._planned)]
-        self._states = job.sets.of(self.concerned)
+        self.states = job.sets.of(self.concerned)
         self._generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
         self.whole = self.name == "recover"
@@ -331,7 +317,7 @@ class Operation:
         self.whole, self.was_offloaded, self.generation = True, True, generation
         self.concerned, self.groups = self.chosen, self._planned
         self._generations = {group: group.generation for group in self.groups}
-        self._states = self._known.sets.of(self.concerned)
+        self.states = self._known.sets.of(self.concerned)
 
     def _plan(self, settings: Mapping[str, str]) -> Plan:
         """The plan, which must be equal on all ranks; without the state if it is ``whole``."""
@@ -361,19 +347,19 @@ class Operation:
         return Plan(self.name, dict(settings), groups, options, state)
 
     def _commit(self) -> None:
-        """Record the state that all ranks have after the operation. Once."""
+        """Record the state that all ranks have after the last barrier. Once."""
         if self._committed:
             return
         self._committed, job = True, self._known
         if self.name == "offload":
             job.cycles += not self.was_offloaded
-            for state in self._states:
+            for state in self.states:
                 state.cycles, state.offloaded = state.cycles + (not state.offloaded), True
             for group in self.groups:
                 group.clear_failure()
         elif self.was_offloaded:
             job.generation = self.generation
-            for state in self._states:
+            for state in self.states:
                 state.generation, state.offloaded = self.generation, False
             if self.name == "reload":
                 others = {n: s for n, s in self._left_out.items() if s.without(self.chosen)}
@@ -384,7 +370,7 @@ class Operation:
 
     def mark_offloaded(self) -> None:
         """Mark the concerned sets as offloaded: their groups have no communicators. Local."""
-        for state in self._states:
+        for state in self.states:
             state.offloaded = True
 
     def reserve(self, under_way: UnderWay) -> None:
@@ -411,28 +397,6 @@ class Operation:
             [g.proxy for g in groups if g.is_live and "cpu" in g.construction.selected]
         )
 
-    def doing(self, index: int = -1) -> str:
-        """The group that a thread processes, otherwise those of all threads, for messages."""
-        return self._current.get(index, ", ".join(self._current.values()))
-
-    def status(self) -> OperationStatus:
-        """Return the progress of this operation on this rank. Local, from any thread."""
-        begun, round_ = self.record.started_at, self._round
-        if round_ is None:
-            return OperationStatus(self.name, 0, "", False, begun, begun)
-        waiting = round_.waiting
-        return OperationStatus(
-            self.name,
-            round_.number,
-            round_.phase,
-            waiting,
-            begun,
-            round_.since,
-            "" if waiting else self.activity or self.doing(),
-            len(self._took),
-            self._to_do,
-        )
-
     @property
     def creators(self) -> int:
         """Number of threads that create groups, each with a separate store client."""
@@ -451,19 +415,21 @@ class Operation:
             An obstacle and its rank, the same on all ranks; empty if no rank has one.
         """
         plan, flags = self._plan(settings), {_OBSTACLE: obstacle} if obstacle else {}
-        with self.record.timed("wait.enter", measure=False):
+        with self.timed("wait.enter", measure=False):
             raised = self.round.agree("enter", plan, flags)
         rank, obstacle = raised.get(_OBSTACLE, (0, ""))
         return f"rank {rank}: {obstacle}" if obstacle else ""
 
     def barrier(self, phase: str) -> None:
-        """Wait until all ranks arrive; see :meth:`Round.barrier`."""
-        with self.record.timed(f"wait.{phase}", measure=False):
+        """Wait until all ranks arrive; the last one commits. See :meth:`Round.barrier`."""
+        with self.timed(f"wait.{phase}", measure=False):
             self.round.barrier(phase)
+        if phase == PHASES[self.name][-1]:
+            self._commit()
 
     # -- steps ------------------------------------------------------------------------------
 
-    def await_saves(self, phase: str) -> None:
+    def await_saves(self) -> None:
         """Wait for asynchronous saves that use groups to release; with a timeout.
 
         A checkpoint whose group is released is lost, and only the future of the save says so.
@@ -471,83 +437,95 @@ class Operation:
         if saves := self._saves():
             names = ", ".join(dict.fromkeys(map(repr, saves.values())))
             doing = f"waiting for an async_save of a checkpoint that uses {names}"
-            with self.record.timed("saves"):
-                self.do(phase, partial(futures.wait, saves), doing)
+            with self.timed("saves"):
+                self.do(partial(futures.wait, saves), doing)
             self.reserve_all()
 
-    def do(self, phase: str, work: Callable[[], object], doing: str) -> None:
-        """Run blocking work before a barrier; see :meth:`Round.run`."""
-        with self._activity(doing):
-            self.round.run(phase, lambda attempt, index: work(), lambda: doing)
+    def await_unfinished(self) -> None:
+        """Wait a limited time for communicators that failed operations are still destroying.
 
-    def each(
+        A call in C++ may never return and must not block the job.
+        """
+        job = self._known
+        abort(job, [], GroupState.FAILED)  # those for which no thread could be started
+        job.unfinished = [entry for entry in job.unfinished if not entry.task.ended]
+        destroying = [entry for entry in job.unfinished if not entry.creates]
+        end = Wait(self.name, min(_UNFINISHED_S, self.round.seconds / 2))
+
+        def wait() -> None:
+            while end.left and any(not entry.task.wait(min(0.2, end.left)) for entry in destroying):
+                self.round.advance()  # the other ranks may wait for this limited time
+
+        if destroying:
+            names = ", ".join(dict.fromkeys(entry.group for entry in destroying))
+            self.do(wait, f"waiting for communicators that are still being destroyed: {names}")
+
+    def do(self, work: Callable[[], object], doing: str) -> None:
+        """Run blocking work before the next barrier; see :meth:`Round.run`."""
+        with self._activity(doing):
+            self.round.run(self.round.phase, lambda attempt, index: work(), lambda: doing)
+
+    def over(
         self,
-        phase: str,
         groups: Sequence[ManagedGroup],
-        action: Action,
+        loop: Callable[[Worker], object],
         parallelism: int | None = None,
     ) -> None:
-        """Apply an action to each group, in this order, before a barrier.
+        """Process groups in parallel, in this order, before the next barrier.
 
-        With a parallelism of N, each of N threads takes the next group when it has finished one.
-        All ranks share one order, so all members of the first unfinished group of the job are
-        working on it, and no topology can deadlock, provided that a thread that waits for peers
-        holds no lock that another one needs (:mod:`reloadpg.c10d.nccl`). The default group is
-        processed alone. Groups that users rebuild, and by default those of a backend whose locks
-        are unknown, are processed one after the other.
+        ``loop`` is the body of each thread: ``for group in worker: ...``. The worker yields the
+        next group that no thread has taken. All ranks share one order, so all members of the first
+        unfinished group of the job are working on it, and no topology can deadlock, provided that a
+        thread that waits for peers holds no lock that another needs (:mod:`reloadpg.c10d.nccl`).
+        The default group is processed alone. Groups that users rebuild, and by default those of a
+        backend whose locks are unknown, are processed one after the other.
 
         Args:
-            phase: the barrier after it.
             groups: in the order that all ranks share.
-            action: called with the group, the cancellation token, and the thread's number.
+            loop: called in each thread.
             parallelism: number of threads of this step; None for that of the installation.
 
         Raises:
-            ReleaseError, RebuildError: the action failed on this rank; the cause is chained.
+            ReleaseError, RebuildError: the loop raised on this rank; the cause is chained.
         """
         if groups:
             self._took, self._to_do = {}, len(groups)
-        most = parallelism or self.options.threads
         for order, part in groupby(groups, lambda group: group.construction.order[0]):
             together = list(part)
             alone = order == HANDED_OVER[0] or (
                 self.options.parallelism is None
                 and any(nccl.needs_one_thread(g.construction.released.values()) for g in together)
             )
-            threads = 1 if alone else min(most, len(together))
-            work = partial(self._work, deque(together), action, self._took)
-            with self.record.timed("groups", measure=False):
-                self.round.run(phase, work, self.doing, threads)
+            most = 1 if alone else parallelism or self.options.threads
+            work = partial(self._work, loop, deque(together))
+            with self.timed("groups", measure=False):
+                self.round.run(self.round.phase, work, self.doing, min(most, len(together)))
         for group in groups:
-            self.record.add(group, *self._took[group])
+            if group.name not in self.reports:  # a group is first resumed and then connected
+                self.reports[group.name] = self._group_report(group, *self._took[group])
 
     def _work(
         self,
+        loop: Callable[[Worker], object],
         left: deque[ManagedGroup],
-        action: Action,
-        took: dict[ManagedGroup, tuple[float, float]],
         attempt: Attempt,
         index: int,
     ) -> None:
-        """Process groups until none is left; the body of one thread."""
-        failure = ReleaseError if self.name == "offload" else RebuildError
-        while not attempt.abandoned:
-            try:
-                group = left.popleft()
-            except IndexError:
-                return
-            self._current[index] = repr(group)
-            begun = time.perf_counter()
-            try:
-                action(group, attempt, index)
-            except Exception as cause:
-                raise failure(
-                    f"{self.name} failed at {group!r} on rank {self.world.rank()}: "
-                    f"{type(cause).__name__}: {cause}"
-                ) from cause
-            took[group] = begun, (time.perf_counter() - begun) * 1e3
-            self._current.pop(index, None)
-            self.round.advance()
+        worker = Worker(self, left, attempt, index)
+        try:
+            loop(worker)
+        except Exception as cause:
+            failure = ReleaseError if self.name == "offload" else RebuildError
+            raise failure(
+                f"{self.name} failed at {worker.group!r} on rank {self.world.rank()}: "
+                f"{type(cause).__name__}: {cause}"
+            ) from cause
+
+    def doing(self, index: int = -1) -> str:
+        """The group that a thread processes, otherwise those of all threads, for messages."""
+        return self._current.get(index, ", ".join(self._current.values()))
+
+    # -- callbacks --------------------------------------------------------------------------
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
@@ -571,7 +549,7 @@ class Operation:
 
     def call(self, callbacks: Sequence[Callback]) -> None:
         """Call user callbacks in the caller's thread; an error names the callback."""
-        with self.record.timed("callbacks"):
+        with self.timed("callbacks"):
             for name, callback, *_ in self.due(callbacks):
                 try:
                     with self._activity(f"callback {name}"):
@@ -587,18 +565,15 @@ class Operation:
         The groups are live on all ranks by then, so a callback may run collectives on them, and its
         error is this rank's alone: the operation is complete.
         """
-        if self.job is None:
-            return
-        self._commit()
-        self.job.settle(self.chosen)
         first: ReloadpgError | None = None
         for callback in self.due(callbacks):
             try:
                 self.call([callback])
             except ReloadpgError as error:
                 first = first or error
+        for state in self._known.sets.of(self.chosen):
+            state.owes_callbacks = first is not None
         if first is not None:
-            self.job.owed.append(self.chosen)
             raise ReloadpgError(
                 f"{first}. All groups are live on all ranks. reload() on all ranks calls the "
                 "callbacks of this rank again."
@@ -613,22 +588,130 @@ class Operation:
         finally:
             self.activity = ""
 
-    def await_unfinished(self) -> None:
-        """Wait a limited time for communicators that failed operations are still destroying.
+    # -- its report -------------------------------------------------------------------------
 
-        A call in C++ may never return and must not block the job.
-        """
-        job = self._known
-        abort(job, [], GroupState.FAILED)  # those for which no thread could be started
-        job.unfinished = [entry for entry in job.unfinished if not entry.task.ended]
-        destroying = [entry for entry in job.unfinished if not entry.creates]
-        end = Wait(self.name, min(_UNFINISHED_S, self.round.seconds / 2))
+    def measure(self, moment: str) -> None:
+        self._memory[moment] = memory.in_use()
+        self._moments[moment] = (time.perf_counter() - self._started) * 1e3
 
-        def wait() -> None:
-            while end.left and any(not entry.task.wait(min(0.2, end.left)) for entry in destroying):
-                self.round.advance()  # the other ranks may wait for this limited time
+    @contextmanager
+    def timed(self, phase: str, *, measure: bool = True) -> Iterator[None]:
+        """Record the time of this block, and the memory in use after it, as a phase."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            start = (begun - self._started) * 1e3
+            self._spans.append(Span(phase, start, (time.perf_counter() - begun) * 1e3))
+            if measure:
+                self.measure(phase)
 
-        if destroying:
-            names = ", ".join(dict.fromkeys(entry.group for entry in destroying))
-            doing = f"waiting for communicators that are still being destroyed: {names}"
-            self.do(self.round.phase, wait, doing)
+    def status(self) -> OperationStatus:
+        """Return the progress of this operation on this rank. Local, from any thread."""
+        begun, round_ = self.started_at, self._round
+        if round_ is None:
+            return OperationStatus(self.name, 0, "", False, begun, begun)
+        waiting = round_.waiting
+        return OperationStatus(
+            self.name,
+            round_.number,
+            round_.phase,
+            waiting,
+            begun,
+            round_.since,
+            "" if waiting else self.activity or self.doing(),
+            len(self._took),
+            self._to_do,
+        )
+
+    def _group_report(self, group: ManagedGroup, begun: float, ms: float) -> GroupReport:
+        """Report on a group, from its begin (``time.perf_counter()``) and duration."""
+        history, offloads = group.history, self.name == "offload"
+        if offloads:
+            history.offload_ms = ms
+            history.cycles += 1
+        else:
+            history.reload_ms = ms
+        return GroupReport(
+            name=group.name,
+            desc=group.desc,
+            backend=group.construction.backend,
+            size=group.construction.size,
+            strategy=history.strategy,
+            ms=ms,
+            start_ms=(begun - self._started) * 1e3,
+            reason=history.reason if offloads else "",
+            bytes=history.held_bytes,
+            set=group.set_name,
+            pinned_bytes=(
+                history.suspended_bytes if offloads and history.strategy == "suspend" else 0
+            ),
+        )
+
+    def _report(self, job: Job) -> Report:
+        self.measure("after")
+        unfinished = [str(entry) for entry in job.unfinished if not entry.task.ended]
+        warnings = [*self.warnings, *memory.warnings(job.offloaded, self.chosen)]
+        if self.name == "offload":
+            warnings += not_reloadable()
+            if registry.options is not None and not registry.managed():
+                warnings += nothing_released(registry.options)
+        warnings += [f"{entry}: its memory is not free" for entry in unfinished]
+        held = borrowed([g for g in registry.managed() if g.set_name in self.chosen])
+        warnings += [text for loan in held if (text := loan.consequence)]
+        return Report(
+            operation=self.name,
+            changed=bool(self.reports),
+            generation=job.generation,
+            groups=tuple(self.reports.values()),
+            spans=tuple(self._spans),
+            total_ms=(time.perf_counter() - self._started) * 1e3,
+            note="" if job.last_error else self.note,
+            memory=self._memory,
+            warnings=tuple(warnings),
+            error=job.last_error,
+            started_at=self.started_at,
+            rank=job.rendezvous.rank,
+            world_size=job.rendezvous.size,
+            unfinished=tuple(unfinished),
+            moments_ms=self._moments,
+            faults=self.faults,
+            sets=str(self.chosen),
+            borrowed=held,
+        )
+
+
+class Worker:
+    """One thread of :meth:`Operation.over`: an iterator over the groups that it takes.
+
+    Attributes:
+        attempt: whether the results of the thread are still wanted.
+        index: number of the thread.
+        group: the group that it took last.
+    """
+
+    def __init__(
+        self,
+        op: Operation,
+        left: deque[ManagedGroup],
+        attempt: Attempt,
+        index: int,
+    ) -> None:
+        self._left, self._current = left, op._current
+        self._took, self._round = op._took, op.round  # an abandoned thread writes to no later ones
+        self.attempt, self.index = attempt, index
+        self.group: ManagedGroup | None = None
+
+    def __iter__(self) -> Iterator[ManagedGroup]:
+        """Take groups until none is left, or the operation has ended."""
+        while self._left and not self.attempt.abandoned:
+            try:
+                group = self.group = self._left.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            self._current[self.index] = repr(group)
+            begun = time.perf_counter()
+            yield group
+            self._took[group] = begun, (time.perf_counter() - begun) * 1e3
+            self._current.pop(self.index, None)
+            self._round.advance()

@@ -24,9 +24,9 @@ from ..rendezvous.round import Interrupted
 from ..rendezvous.worker_thread import Attempt, Task, exiting
 from ..reports import Report
 from ..texts import warn
+from .callbacks import publish
 from .job import Job
 from .operation import Operation
-from .record import publish
 
 Body = Callable[[Operation, Job], object]
 """The steps of an operation."""

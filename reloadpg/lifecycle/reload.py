@@ -17,9 +17,9 @@ from ..groups.sets import Chosen
 from ..rendezvous.decision import Decision
 from ..reports import Report
 from ..settings import as_flag
-from .abort import abort
 from .callbacks import callbacks
 from .connect import Connect, validate
+from .destroy import abort
 from .job import Job
 from .operation import Operation
 from .pending import Pending, start
@@ -102,6 +102,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     """The steps of a reload; see :func:`reload`."""
     if how is None:
         how = "eager" if op.options.recoverable else "none"
+    op.enter()
     op.await_unfinished()
     if op.was_offloaded:
         op.call(callbacks.before_reload)
@@ -115,19 +116,19 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
         _rebuild_all(op, job, how, decision)
         return
     if not op.was_offloaded:
-        if any(op.chosen.overlaps(sets) for sets in job.owed):
+        op.note = "nothing is offloaded"
+        if any(state.owes_callbacks for state in job.sets.of(op.chosen)):
             op.call_after([*op.of_generations(callbacks.reload, op.groups), *callbacks.reload])
-        op.complete("nothing is offloaded")
         return
     leave_out(op)
-    with op.record.timed("device"):
+    with op.timed("device"):
         devices.empty_cache()
     if op.may_suspend:
-        op.do("room", lambda: check_room(suspended, op.world.rank()), "checking free memory")
+        op.do(lambda: check_room(suspended, op.world.rank()), "checking free memory")
         op.barrier("room")
-        op.each("resumed", suspended, resume)
+        op.over(suspended, resume)
         op.barrier("resumed")
-        op.record.measure("resumed")
+        op.measure("resumed")
     rebuild(op, job, _without_communicator(op), how, resumed=suspended)
 
 
@@ -160,7 +161,7 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     """
     while True:
         op.rebuild_all(decision.generation)
-        op.open()
+        op.enter()
         try:
             op.agree(connect=how)
             break
@@ -170,12 +171,12 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
                 raise
             decision = op.round.decision
     reason = f"The ranks disagreed on the state: {decision.text}."
-    op.record.warnings.append(f"all groups were rebuilt. {reason}")
+    op.warnings.append(f"all groups were rebuilt. {reason}")
     op.mark_offloaded()
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
     leave_out(op)
     op.reserve_all()
     op.await_unfinished()
-    with op.record.timed("device"):
+    with op.timed("device"):
         devices.empty_cache()
     rebuild(op, job, _without_communicator(op), how)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from ..c10d import tables
 from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
-from ..groups.registry import registry
+from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 from . import memory
+from .callbacks import NOTHING_RELEASED
 from .job import Job, jobs
 
 
@@ -22,8 +25,7 @@ def running() -> OperationStatus | None:
 
     Local, cheap, from any thread and from a signal handler.
     """
-    progress: OperationStatus | None = jobs.progress()
-    return progress
+    return jobs.progress()
 
 
 @contextmanager
@@ -135,3 +137,31 @@ def _group_status(group: ManagedGroup) -> GroupStatus:
         history.reload_ms,
         group.set_name,
     )
+
+
+def not_reloadable() -> list[str]:
+    """Name the groups that should be reloadable and are not, with the reason. Local."""
+    return [
+        f"not reloadable, keeps its communicator: {text}"
+        for text in _by_reason(registry.unmanaged())
+    ]
+
+
+def nothing_released(options: Options) -> list[str]:
+    """Return why an offload releases nothing if no group is reloadable. Local."""
+    bypassed = registry.bypassed()
+    if not bypassed:
+        return []
+    why = "; ".join(_by_reason((group, bypass.reason) for group, bypass in bypassed))
+    remedies = " or ".join(dict.fromkeys(f"install({bypass.remedy})" for _, bypass in bypassed))
+    return [
+        f"{NOTHING_RELEASED}, since no group is reloadable: {why}. Installed with "
+        f"{options.selection}; call {remedies} to make them reloadable."
+    ]
+
+
+def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
+    by_reason: dict[str, list[ProcessGroup]] = {}
+    for group, reason in groups:
+        by_reason.setdefault(reason, []).append(group)
+    return [f"group {tables.labels_of(those)}: {reason}" for reason, those in by_reason.items()]

@@ -1,27 +1,43 @@
-"""Suspending and resuming of communicators: they are kept, and the backend releases memory.
+"""The strategy "suspend": communicators are kept, and the backend releases memory.
 
-Collective over a communicator's members, without a timeout in the backend; an abort of the
-communicator ends the call. A suspend does not release NVLS and NET buffers, the accelerator's
-context, and the communicators that ``ProcessGroupNCCL`` creates for pairs that send outside of a
-batch, which torch neither suspends nor counts. A communicator that was never used has nothing to
-suspend; it only refuses collectives until the reload ("skip").
+Suspending is collective over a communicator's members, without a timeout in the backend; an abort
+of the communicator ends the call. A suspend does not release NVLS and NET buffers, the
+accelerator's context, and the communicators that ``ProcessGroupNCCL`` creates for pairs that send
+outside of a batch, which torch neither suspends nor counts. A communicator that was never used has
+nothing to suspend; it only refuses collectives until the reload ("skip").
+
+Each rank looks for an obstacle before the ranks agree on the operation. One obstacle on any rank,
+for any group, and all ranks recreate all groups of that operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
 from ..c10d import backends as c10d_backends
 from ..c10d import devices, nccl
-from ..errors import InsufficientMemoryError
+from ..errors import BorrowedError, InsufficientMemoryError
+from ..groups.borrowed import borrowed
 from ..groups.creation import Construction
+from ..groups.loans import is_part
 from ..groups.managed import ManagedGroup
-from ..rendezvous.worker_thread import Attempt
-from ..texts import counted
+from ..groups.offloaded import GroupState
+from ..rendezvous.plan import SHUT_DOWN
+from ..texts import counted, mebibytes
 from . import memory
+from .callbacks import callbacks
+from .job import Job
+
+if TYPE_CHECKING:
+    from .operation import Worker
+
+_LEAST_SHARE = 0.25
+"""Share of the reported bytes that a suspend must give back; other processes may allocate too."""
+
+_UNUSED = "its communicator was never used: nothing to suspend"
 
 
 def released_backends(inner: ProcessGroup, construction: Construction) -> list[Any]:
@@ -30,29 +46,29 @@ def released_backends(inner: ProcessGroup, construction: Construction) -> list[A
     return list({id(backend): backend for backend in backends.values()}.values())
 
 
-def suspend(group: ManagedGroup, attempt: Attempt, index: int) -> None:
-    """Suspend a live group. Blocking, collective over its members; an operation's action."""
-    with attempt as wanted:
-        if not wanted:
-            return
-        inner = group.suspend()
-    if group.history.strategy == "suspend":
-        with devices.current(devices.index_for(group.proxy)):
-            for backend in released_backends(inner, group.construction):
-                nccl.suspend_backend(backend)
+def suspend(worker: Worker) -> None:
+    """Suspend live groups. Blocking, collective over their members; the loop of a thread."""
+    for group in worker:
+        with worker.attempt as wanted:
+            if not wanted:
+                return
+            inner = group.suspend()
+        if group.history.strategy == "suspend":
+            with devices.current(devices.index_for(group.proxy)):
+                for backend in released_backends(inner, group.construction):
+                    nccl.suspend_backend(backend)
 
 
-def resume(group: ManagedGroup, attempt: Attempt, index: int) -> None:
-    """Resume a suspended group. Blocking, collective over its members; an operation's action."""
-    if attempt.abandoned:
-        return
-    if group.history.strategy == "suspend":
-        with devices.current(devices.index_for(group.proxy)):
-            for backend in released_backends(group.communicator, group.construction):
-                nccl.resume_backend(backend)
-    with attempt as wanted:
-        if wanted:
-            group.resume()
+def resume(worker: Worker) -> None:
+    """Resume suspended groups. Blocking, collective over their members; the loop of a thread."""
+    for group in worker:
+        if group.history.strategy == "suspend":
+            with devices.current(devices.index_for(group.proxy)):
+                for backend in released_backends(group.communicator, group.construction):
+                    nccl.resume_backend(backend)
+        with worker.attempt as wanted:
+            if wanted:
+                group.resume()
 
 
 def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
@@ -69,3 +85,119 @@ def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
         "communicator was resumed on any rank; they stay offloaded. Free memory there, then call "
         "reload() again on all ranks."
     )
+
+
+def planned(group: ManagedGroup, strategy: str) -> str:
+    """The strategy of a group before the choice, equal on all of its members. Local."""
+    if group.state is GroupState.DESTROYED:
+        return SHUT_DOWN
+    if group.is_live:
+        return strategy
+    return group.history.strategy if group.communicator is not None else "recreate"
+
+
+def obstacle_of(groups: Sequence[ManagedGroup], job: Job) -> str:
+    """Why this rank cannot suspend these live groups; empty if it can. Local."""
+    if groups and job.suspend_obstacle:
+        return job.suspend_obstacle
+    for group in groups:
+        backends = released_backends(group.communicator, group.construction)
+        obstacles = [nccl.suspend_obstacle(backend) for backend in backends]
+        for text in obstacles or ["it has no backend object"]:
+            if text:
+                return f"{group!r}: {text}"
+    return ""
+
+
+def choose(groups: Sequence[ManagedGroup], *, suspends: bool, obstacle: str = "") -> list[str]:
+    """Record the strategy of each live group, and what its communicator holds. Local.
+
+    A communicator that was never used is left as it is: there is nothing to suspend.
+
+    Args:
+        groups: the groups.
+        suspends: whether all ranks suspend.
+        obstacle: why they do not, if they were to.
+
+    Returns:
+        A warning if groups are recreated and not suspended.
+    """
+    for group in groups:
+        history, stats = group.history, group.memory_stats()
+        history.held_bytes = None if stats is None else stats.get("total", 0)
+        history.suspended_bytes = stats.get("suspend", 0) if stats else 0
+        history.strategy, history.reason = "recreate", obstacle
+        if suspends:
+            history.strategy, history.reason = ("skip", _UNUSED) if stats == {} else ("suspend", "")
+    if not obstacle or not groups:
+        return []
+    verb = "is" if len(groups) == 1 else "are"
+    return [f"{counted(len(groups), 'group')} {verb} recreated, not suspended: {obstacle}"]
+
+
+def refuse_borrowed(groups: Sequence[ManagedGroup], policy: str) -> None:
+    """Refuse to release communicators whose pointers other code holds. Local.
+
+    What a package has taken counts no longer once a callback of the group drops it.
+
+    Raises:
+        BorrowedError: with ``install(borrowed="refuse")``; it names the holders.
+    """
+    if policy != "refuse":
+        return
+    held = []
+    for group in groups:
+        dropped = callbacks.packages_of(group.proxy)
+        for loan in borrowed([group]):
+            if loan.raw and not loan.ended and not any(is_part(loan.by, name) for name in dropped):
+                held.append(str(loan))
+    if held:
+        raise BorrowedError(
+            f"offload: {'; '.join(held)}. The offload would release the communicator, and a later "
+            "use of it is a use after free. Nothing was changed on any rank. Let the holder drop "
+            "it and take it again, with reloadpg.on_generation(group, before=..., after=..., "
+            "package=...); or accept the danger with install(borrowed='warn')."
+        )
+
+
+def verify(
+    groups: Sequence[ManagedGroup], job: Job, before: Mapping[str, int], after: Mapping[str, int]
+) -> list[str]:
+    """Warn if suspended groups gave back less than their communicators reported. Local.
+
+    The job recreates its groups from the next offload on.
+
+    Args:
+        groups: the groups that were suspended.
+        job: the job.
+        before, after: bytes in use, by source.
+    """
+    expected = sum(group.history.suspended_bytes for group in groups)
+    source = next((name for name in before if name != "rss" and name in after), "")
+    if not groups or (expected and not source):
+        return []
+    freed = before[source] - after[source] if source else 0
+    if expected and freed >= expected * _LEAST_SHARE:
+        return []
+    if not expected and any(group.history.held_bytes is None for group in groups):
+        return []  # the backend reports no bytes
+    job.suspend_obstacle = (
+        f"an earlier suspend gave back {mebibytes(freed)} of {mebibytes(expected)}"
+    )
+    why = "NCCL without cuMem (NCCL_CUMEM_ENABLE=0, or a driver without virtual memory) keeps it"
+    return [
+        f"the suspend of {counted(len(groups), 'group')} gave back {mebibytes(freed)} of the "
+        f"{mebibytes(expected)} that NCCL had reported: {why}. All ranks recreate their groups "
+        "from the next offload on"
+    ]
+
+
+def bytes_kept(groups: Sequence[ManagedGroup]) -> list[str]:
+    """Warn of the memory that suspended communicators report as kept. Local."""
+    stays = sum((g.history.held_bytes or 0) - g.history.suspended_bytes for g in groups)
+    if stays <= 0:
+        return []
+    return [
+        f"{counted(len(groups), 'suspended communicator')} kept {mebibytes(stays)}; strategy "
+        "'recreate' releases them"
+    ]

@@ -28,8 +28,8 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..groups.sets import Chosen
-from ..lifecycle.abort import abort
 from ..lifecycle.callbacks import callbacks
+from ..lifecycle.destroy import abort
 from ..lifecycle.job import Job, jobs
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
@@ -146,8 +146,8 @@ def _recover(
     was_offloaded = job.offloaded
     waited = Wait("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
-        with op.record.timed("wait.flag", measure=False):
-            op.open(seconds, reason=str(fault), report=report)
+        with op.timed("wait.flag", measure=False):
+            op.enter(seconds, reason=str(fault), report=report)
     finally:
         _abort_all(op, job, str(fault))
     while True:
@@ -160,12 +160,12 @@ def _recover(
                 raise
         # Another rank has left this recovery, and requested the next one.
         left = max(waited.left, _LEAST_S)
-        op.open(left, reason=str(fault), report=report)
+        op.enter(left, reason=str(fault), report=report)
     op.round.seconds = timeout
     _agree(op, job)
     if was_offloaded:
         op.call(callbacks.before_reload)
-    with op.record.timed("device"):
+    with op.timed("device"):
         devices.empty_cache()
     leave_out(op)
     skipped = op.skipped
@@ -272,13 +272,13 @@ def _agree(op: Operation, job: Job) -> None:
     """Exchange the reports: rank 0 writes a summary. Collective, with a timeout."""
     if job.rendezvous.rank == 0 or job.rendezvous.alone:
         gather = partial(op.round.gather, _summary)
-        op.do("agreed", gather, "reading the reports of all ranks")
+        op.do(gather, "reading the reports of all ranks")
     op.barrier("agreed")
     agreed = json.loads(op.round.summary())
     op.generation = agreed["generation"]
     left_out = {n: Chosen(frozenset(names), o) for n, (names, o) in agreed["left out"].items()}
     op.leave_out(left_out)
-    op.record.faults = tuple(
+    op.faults = tuple(
         replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )
 

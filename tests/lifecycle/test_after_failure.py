@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +15,8 @@ from helpers.fault_job import BOUND, FAR, Job, eventually, fail, signalling
 
 import reloadpg
 from reloadpg.lifecycle import operation as lifecycle_operation
+from reloadpg.lifecycle.destroy import Releases
 from reloadpg.lifecycle.job import jobs
-from reloadpg.lifecycle.recreate import Releases
 from reloadpg.rendezvous.worker_thread import Attempt
 from reloadpg.testing import simulated
 
@@ -88,10 +88,16 @@ def test_a_group_whose_creation_ends_after_the_timeout_is_discarded(rank: int) -
 def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
     """Its thread may reach the group after the operation has failed."""
     job = Job(subgroups=[(0, 1)])
-    pair: Any = job.groups["g0"]
-    attempt = Attempt()
-    attempt.abandon()
-    Releases(jobs.current("test")).release(pair, attempt, 0)
+
+    class LateWorker:
+        attempt = Attempt()
+
+        def __iter__(self) -> Iterator[Any]:
+            self.attempt.abandon()
+            yield job.groups["g0"]
+
+    worker: Any = LateWorker()
+    Releases(jobs.current("test")).destroy(worker)
     job.assert_live()
 
 

@@ -1,12 +1,13 @@
-"""Abort of communicators, each in a thread, without waiting for other ranks."""
+"""Destruction of communicators: with the other members, or by an abort without them."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
@@ -18,6 +19,80 @@ from ..groups.offloaded import GroupState
 from ..rendezvous.worker_thread import Task
 from .job import Job, Unfinished
 from .suspend import released_backends
+
+if TYPE_CHECKING:
+    from .operation import Worker
+
+
+@dataclass
+class Releases:
+    """The communicators that one offload destroys.
+
+    Where communicators may share a lock, each is destroyed in an NCCL group call: NCCL destroys at
+    the end of the call, when torch holds no lock (:mod:`reloadpg.c10d.nccl`).
+
+    Each is recorded in the job before it is detached, until it is destroyed: if the destruction
+    hangs, the communicator is aborted, where an abort can end a destroy.
+    """
+
+    job: Job
+    released: dict[str, weakref.ref[Any]] = field(default_factory=dict)
+
+    def destroy(self, worker: Worker) -> None:
+        """Destroy the communicators of live groups. Blocking; the loop of a thread."""
+        for group in worker:
+            with worker.attempt as wanted:
+                if not wanted:
+                    return
+                inner = group.communicator
+                parts = parts_of(inner, group.construction)
+                monitored = backends.monitored_backends(inner)
+                locks = nccl.shares_lock(released_backends(inner, group.construction))
+                entry = self.job.doomed[group] = repr(group), parts
+                # Detached first: a collective of another thread must find the placeholder, and not
+                # a communicator that is being destroyed.
+                group.detach()
+            if group.has_hooks:
+                backends.await_hooks(inner)
+            if group.construction.destroy is not None:
+                group.construction.destroy(inner)
+            else:
+                # An abort of this engine waits for the lock that its destroy holds, and then uses
+                # the communicator that was destroyed. The destroy ends when the peers abort theirs.
+                if locks:
+                    self.job.doomed.pop(group, None)
+                try:
+                    _end(parts, locks)
+                except BaseException:
+                    self.job.doomed[group] = entry
+                    raise
+            self.job.doomed.pop(group, None)
+            if not group.construction.is_mixed:
+                self.released[repr(group)] = weakref.ref(inner)
+            del inner, parts, entry  # the loop must not hold it any longer
+            let_go(monitored, aborted=False)
+
+    def held(self) -> list[str]:
+        """Warn of groups whose objects created by torch are still referenced. Local."""
+        return [
+            f"{name}: the object that torch created for it is still referenced outside the "
+            "reloadable group; use only groups that torch.distributed returned after "
+            "reloadpg.install()"
+            for name, inner in self.released.items()
+            if inner() is not None
+        ]
+
+
+def _end(parts: Iterable[Any], shares_lock: bool) -> None:
+    """Destroy communicators. Blocking."""
+    for part in parts:
+        if not shares_lock:
+            part.shutdown()
+            continue
+        with nccl.group_call() as grouped:
+            if not grouped:  # a destroy would wait for peers in a lock that other threads need
+                part.abort()
+            part.shutdown()
 
 
 def abort(
@@ -34,10 +109,9 @@ def abort(
     then aborted, each in a separate thread: an abort can hang while another one is stuck, and
     several aborts in sequence have hung (pytorch#119797, #150690).
 
-    A communicator is recorded in the job before it is detached. If an interrupt ends this function,
-    the next call continues with the recorded ones. With ``whole``, the backends that stay alive in
-    an offload are aborted too, and groups that the program has shut down or aborted, and not
-    destroyed, are marked as well. Returns the running aborts.
+    If no thread can be started, the next call aborts those that were recorded. With ``whole``, the
+    backends that stay alive in an offload are aborted too, and groups that the program has shut
+    down or aborted, and not destroyed, are marked as well. Returns the running aborts.
     """
     for group in groups:
         if group.state is GroupState.DESTROYED and not whole:
@@ -64,23 +138,20 @@ def abort(
         except ReloadpgError:  # no thread can be started: the next operation tries again
             break
         aborting = Unfinished(shown, task)
+        job.doomed.pop(group, None)  # an abandoned thread may have destroyed it, and removed this
         job.unfinished.append(aborting)
         started.append(aborting)
-        # Last: an interrupt before this line lets two threads abort it, and loses none. An
-        # abandoned thread may have destroyed it and removed the entry.
-        job.doomed.pop(group, None)
     return started
 
 
 def _abort(parts: list[Any]) -> None:
     # Gloo has no abort: its destructor waits for pending work and then closes the connections. So
     # the last references are dropped in this thread, not in the caller's.
-    with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
-        while parts:
-            monitored = backends.monitored_backends(parts[-1])
-            abort_communicator(parts[-1])
-            parts.pop()
-            let_go(monitored, aborted=True)
+    while parts:
+        monitored = backends.monitored_backends(parts[-1])
+        abort_communicator(parts[-1])
+        parts.pop()
+        let_go(monitored, aborted=True)
 
 
 _aborting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
