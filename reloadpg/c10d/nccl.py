@@ -48,10 +48,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch._C import _distributed_c10d as _cpp
 from torch.distributed import distributed_c10d as _c10d
+from torch.torch_version import TorchVersion
 
 from . import devices
 from .backends import CppBackend, pointer_of
@@ -384,3 +387,22 @@ def nccl_version() -> tuple[int, ...] | None:
 def _cumem_obstacle() -> str:
     value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
     return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")
+
+
+# -- the flight recorder ------------------------------------------------------------------------
+
+
+def flight_recorder_dump() -> bytes:
+    """Torch's dump. Blocking: torch asks the device whether each recorded operation has ended."""
+    dump: bytes = cast(Any, _cpp)._dump_nccl_trace(
+        includeCollectives=True, includeStackTraces=True, onlyActive=False
+    )
+    return dump
+
+
+def flight_recorder_prefix() -> str:
+    """The path to which torch appends the rank, if no variable gives one."""
+    home = Path(os.environ.get("HOME", "/tmp"), ".cache")
+    if TorchVersion(torch.__version__) < "2.9":
+        return str(home / "torch" / "nccl_trace_rank_")
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or home) / "torch" / "comm_lib_trace_rank_")

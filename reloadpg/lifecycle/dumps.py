@@ -1,22 +1,42 @@
-"""Writes the flight recorder's dump at a timeout once torch's first NCCL group was released."""
+"""The dump of NCCL's flight recorder at a timeout, once torch's first NCCL group was released.
+
+A rank of ``ProcessGroupNCCL`` that notices a timeout or an error sets a key in the store. On each
+rank the process's first group of this class, by its ``uid``, polls the key and writes the dump
+(``HeartbeatMonitor::runLoop``; torch 2.8, 2.13, and the older engine of 2.15, over stand-ins). Its
+number cannot be given to another group, so a thread of this library takes its place after a reload.
+
+``ProcessGroupNCCL2`` (2.15) writes the dump of the rank that notices the timeout, in any group.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
-from ..c10d import flight_recorder, stores, tables
+from ..c10d import backends, nccl, needs, stores, tables
 from ..errors import ReloadpgError
 from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..rendezvous.worker_thread import LibraryThread
 
 logger = logging.getLogger("reloadpg")
+
+DUMP_SIGNAL = "exception_dump"
+"""The key, beneath all prefixes of the store, by which a rank signals a timeout."""
+
+_POLL = "TORCH_NCCL_COORD_CHECK_MILSEC"
+_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_SWITCHES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+_OFF = ("0", "n", "no", "f", "false")
 
 _END_S = 6.0
 """Seconds within which a request to the store that has begun ends."""
@@ -25,7 +45,7 @@ _END_S = 6.0
 class DumpWatch(LibraryThread):
     """A thread that looks for the signal of a timeout and writes this rank's dump. Daemon.
 
-    It makes the requests that torch's group made before: one each second, with a separate client.
+    It makes the requests that torch's group made before, with a separate client of the store.
     """
 
     def __init__(self, root: Callable[[], Store], rank: int) -> None:
@@ -51,19 +71,24 @@ class DumpWatch(LibraryThread):
             self._watch(stores.clone_store(stores.unprefixed(self._root())))
 
     def _watch(self, store: Store) -> None:
+        milliseconds = os.environ.get(_POLL, "")  # as torch's group reads it
+        given = int(milliseconds) if milliseconds.isdecimal() else 0
         seen = True  # a signal counts once it was seen to be absent
-        while not self._ended.wait(flight_recorder.dump_interval()):
-            if not store.check([flight_recorder.DUMP_SIGNAL]):
+        while not self._ended.wait((given or 1000) / 1000):
+            if not store.check([DUMP_SIGNAL]):
                 seen = self._clears = False
             elif not seen:
                 seen = True
                 self._write()
             elif self._clears and self._rank == 0:
-                store.delete_key(flight_recorder.DUMP_SIGNAL)
+                store.delete_key(DUMP_SIGNAL)
 
     def _write(self) -> None:
+        """Write what torch would write to the file that torch would write."""
+        path = Path(f"{_given(_PREFIXES) or nccl.flight_recorder_prefix()}{self._rank}")
         try:
-            path = flight_recorder.write_dump(self._rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(nccl.flight_recorder_dump())
         except OSError as error:
             logger.error("the flight recorder's dump of rank %d failed: %s", self._rank, error)
         else:
@@ -88,7 +113,7 @@ def watch(running: DumpWatch | None, root: Callable[[], Store], rank: int) -> Du
         return running
     plain = [group for group in tables.known_groups() if managed(group) is None]
     inner = [group.communicator for group in registry.managed()]
-    if not flight_recorder.lacks_dumps([*plain, *(group for group in inner if group is not None)]):
+    if not _lacks_dumps([*plain, *(group for group in inner if group is not None)]):
         return None
     started = DumpWatch(root, rank)
     with suppress(ReloadpgError):  # no thread can be started
@@ -96,3 +121,18 @@ def watch(running: DumpWatch | None, root: Callable[[], Store], rank: int) -> Du
         atexit.register(started.end)  # before the interpreter's exit waits for threads
         return started
     return None
+
+
+def _lacks_dumps(groups: Iterable[ProcessGroup]) -> bool:
+    """Whether none of these live groups writes dumps, although one may signal a timeout."""
+    if _given(_SIZES) == "0" or _given(_SWITCHES).lower() in _OFF:
+        return False
+    if needs.missing("flight recorder"):
+        return False
+    watched: list[Any] = [one for group in groups for one in backends.monitored_backends(group)]
+    return bool(watched) and all(backend.uid for backend in watched)
+
+
+def _given(names: Iterable[str]) -> str:
+    """The value of the first of these variables that is set; empty if none is."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
