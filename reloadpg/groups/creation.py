@@ -243,12 +243,15 @@ class Construction:
             name: the name of the new generation: never used before, equal on all members.
             store: a client of the job's store that only this thread uses; with the prefix of the
                 default group, except for the default group itself.
-            device: the device that the group is bound to, or None.
+            device: the device that the group is bound to, or None. Torch binds a split to the
+                default group's device; a group that has no backend for it is bound to none.
             whole: whether to also create the backends that stay alive in an offload.
         """
         if self.rebuild is not None:
             with verbatim():
                 return self.rebuild()
+        if device is not None and device.type not in self.devices:
+            device = None
         # The other backends of a mixed group were not released.
         backend, part = self.backend, self.is_mixed and not whole
         if part:

@@ -23,7 +23,7 @@ from ..groups.offloaded import Offloaded
 from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..groups.sets import Chosen, SetStates
-from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.round import Rendezvous
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Task, Wait, exiting
 from .dumps import DumpWatch, watch
@@ -80,7 +80,6 @@ class Job:
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
     last_error: str = ""
-    round: Round | None = None
     left_out: dict[str, Chosen] = field(default_factory=dict)
 
     @property

@@ -174,7 +174,7 @@ class Operation:
         if self.name == "reload" and not self.was_offloaded:
             phases = phases[:1]  # nothing is offloaded: it ends when all ranks agree on that
         seconds = seconds or self.options.timeout.total_seconds()
-        self._round = job.round = Round(job.rendezvous, self.name, phases, seconds)
+        self._round = Round(job.rendezvous, self.name, phases, seconds)
         return self._round
 
     @property

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 
-import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ..c10d import stores, tables
+from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.proxy import ReloadableProcessGroup
 from ..rendezvous.worker_thread import Attempt, Wait
@@ -44,60 +44,17 @@ def rebuild(
     ``resumed`` are groups that were resumed, which may need to be connected.
     """
     _delete_spent_keys(op, job, gone)
-    clients = job.creation_stores  # an abandoned thread must not use those that follow
-    if clients is not None and gone:
+    if job.creation_stores is not None and gone:
         with op.timed("store", measure=False):
-            count = min(op.creators, len(gone))
-            op.do(partial(clients.connect, count), "connecting to the store")
-    turns = _Turns(gone)
-    suffix = f"{op.generation}.{op.round.label}"
-    names = {group: group.construction.name_of_generation(suffix) for group in gone}
-    for group, name in names.items():
-        group.names_in_store.append(name)
-
-    def create(worker: Worker) -> None:
-        for group in worker:
-            if group.communicator is None:
-                if not turns.wait(group, worker.attempt):  # the other creation may never return
-                    return
-                client = (
-                    stores.root_store(op.world) if clients is None else clients.get(worker.index)
-                )
-                try:
-                    inner = replay(group, names[group], op.world, client)
-                finally:
-                    turns.end(group)
-                # The operation may have ended while torch created the group, which cannot be
-                # interrupted.
-                with worker.attempt as wanted:
-                    if wanted:
-                        group.attach(inner, op.generation)
-                        group.history.strategy = "recreate"
-                if not wanted:
-                    # The destruction makes other members fail, so they are notified first.
-                    op.round.notified.wait()
-                    discard(inner)
-                del inner  # the loop must not hold it any longer
-            if connect != "none" and not worker.attempt.abandoned and connects_alone(group):
-                # In this thread: only it uses the store client of the communicator.
-                backend = connect_group(group)
-                if worker.attempt.abandoned:
-                    # ``ProcessGroupNCCL`` had no communicator yet when it was aborted, and would
-                    # keep the one that it has got since (torch 2.8.0 to 2.15.0 over stand-ins).
-                    op.round.notified.wait()
-                    abort_communicator(backend)
-                del backend
-
-    def check(worker: Worker) -> None:
-        for group in worker:
-            check_group(group, connect)
-
+            clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
+            op.do(clients, "connecting to the store")
+    rebuilds = Rebuilds(op, job, gone, connect)
     back = [g for g in op.groups if g in gone or (connect != "none" and g in resumed)]
-    op.over(back, create, parallelism=op.creators)
+    op.over(back, rebuilds.create, parallelism=op.creators)
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
-    op.over(checked, check, parallelism=1)
+    op.over(checked, rebuilds.check, parallelism=1)
     op.measure("rebuilt")
     if connect == "none" and op.options.recoverable and (text := late_connections(back)):
         op.warnings.append(f"{text} Pass connect='eager'.")
@@ -107,71 +64,103 @@ def rebuild(
     job.watch_dumps()
 
 
-def replay(group: ManagedGroup, name: str, world: ProcessGroup, client: Store) -> ProcessGroup:
-    """Create the next generation of a group, by the call that created it. Blocking, collective.
+class Rebuilds:
+    """The communicators that one reload or recovery creates: the loops of its threads."""
 
-    Args:
-        group: a group without a communicator.
-        name: the name of the generation; see :meth:`.Construction.replay`.
-        world: the default group.
-        client: a client of the job's store that only this thread uses.
-    """
-    construction = group.construction
-    store = client if construction.is_world else PrefixStore(f"{tables.name_of(world)}/", client)
-    device: torch.device | None = group.device
-    if device is not None and device.type not in construction.devices:
-        device = None  # torch binds a split to the default group's device
-    # A user's function may give its group the old name. Torch must not count a new generation:
-    # groups that other threads create here would get other names than on the other ranks.
-    freed = tables.name_freed(group.proxy) if construction.is_handed_over else nullcontext()
-    with tables.Unseen(), freed:
-        # A recovery also aborts the backends that stay alive in an offload.
-        inner = construction.replay(name, store, device, whole=group.kept is None)
-    if construction.is_handed_over and (
-        not isinstance(inner, ProcessGroup)
-        or isinstance(inner, ReloadableProcessGroup)
-        or tables.is_known(inner)
-    ):
-        raise TypeError(
-            f"the rebuild function given to register_group() returned {inner!r}; it must "
-            "return the group that it has created"
-        )
-    if isinstance(inner, ReloadableProcessGroup) or inner is group.last_inner:
-        raise RuntimeError(
-            "its backend returned the object that was released: such a group manages itself; "
-            "leave it out with install(backends=...)"
-        )
-    return inner
-
-
-class _Turns:
-    """The turns of groups that share an options object, which are created one after another.
-
-    Torch writes a group's name, ranks and timeout into the caller's object, where the backend reads
-    them.
-    """
-
-    def __init__(self, groups: Sequence[ManagedGroup]) -> None:
-        self._ended = {group: threading.Event() for group in groups}
-        self._before: dict[ManagedGroup, ManagedGroup] = {}
-        last: dict[int, ManagedGroup] = {}
-        for group in groups:
+    def __init__(
+        self, op: Operation, job: Job, gone: Sequence[ManagedGroup], connect: Connect
+    ) -> None:
+        self._op = op
+        self._clients = job.creation_stores  # an abandoned thread must not use those that follow
+        self._connect = connect
+        suffix = f"{op.generation}.{op.round.label}"
+        self._names = {group: group.construction.name_of_generation(suffix) for group in gone}
+        for group, name in self._names.items():
+            group.names_in_store.append(name)
+        # Torch writes a group's name, ranks and timeout into the caller's options object, where the
+        # backend reads them. So groups that share options are created one after another.
+        self._created = {group: threading.Event() for group in gone}
+        self._before: dict[ManagedGroup, threading.Event] = {}
+        last: dict[int, threading.Event] = {}
+        for group in gone:
             options = group.construction.options
             if options is not None:
                 if id(options) in last:
                     self._before[group] = last[id(options)]
-                last[id(options)] = group
+                last[id(options)] = self._created[group]
 
-    def wait(self, group: ManagedGroup, attempt: Attempt) -> bool:
-        """Wait for the turn of a group; return False if the work was abandoned."""
-        before = self._before.get(group)
-        while before is not None and not self._ended[before].wait(_ASK_S):
-            if attempt.abandoned:
-                return False
-        return not attempt.abandoned
+    def create(self, worker: Worker) -> None:
+        """Replay the creation of groups without a communicator, and connect them if wanted."""
+        for group in worker:
+            if group.communicator is None:
+                before = self._before.get(group)
+                while before is not None and not before.wait(_ASK_S):
+                    if worker.attempt.abandoned:  # the other creation may never return
+                        return
+                construction, name = group.construction, self._names[group]
+                store = self._store(worker.index, construction)
+                # A user's function may give its group the old name. Torch must not count a new
+                # generation: groups that other threads create here would get other names than on
+                # the other ranks.
+                handed_over = construction.is_handed_over
+                freed = tables.name_freed(group.proxy) if handed_over else nullcontext()
+                try:
+                    if worker.attempt.abandoned:  # the name and the client are of an ended one
+                        return
+                    with tables.Unseen(), freed:
+                        whole = group.kept is None  # a recovery also aborts the kept backends
+                        inner = construction.replay(name, store, group.device, whole=whole)
+                finally:
+                    self._created[group].set()
+                self._commit(group, inner, worker.attempt)
+                del inner  # the loop must not hold it any longer
+            if self._connect != "none" and not worker.attempt.abandoned and connects_alone(group):
+                # In this thread: only it uses the store client of the communicator.
+                self._connect_alone(group, worker.attempt)
 
-    def end(self, group: ManagedGroup) -> None:
-        self._ended[group].set()
+    def check(self, worker: Worker) -> None:
+        """Connect groups by a small all-reduce, and for ``canary`` check its sum."""
+        for group in worker:
+            check_group(group, self._connect)
+
+    def _store(self, index: int, construction: Construction) -> Store:
+        """The store that a thread uses to create a group. Blocking until connected."""
+        world = self._op.world
+        store = stores.root_store(world) if self._clients is None else self._clients.get(index)
+        return store if construction.is_world else PrefixStore(f"{tables.name_of(world)}/", store)
+
+    def _commit(self, group: ManagedGroup, inner: ProcessGroup, attempt: Attempt) -> None:
+        """Make a generation the live one; discard it if the operation has ended."""
+        if group.construction.is_handed_over and (
+            not isinstance(inner, ProcessGroup)
+            or isinstance(inner, ReloadableProcessGroup)
+            or tables.is_known(inner)
+        ):
+            raise TypeError(
+                f"the rebuild function given to register_group() returned {inner!r}; it must "
+                "return the group that it has created"
+            )
+        if isinstance(inner, ReloadableProcessGroup) or inner is group.last_inner:
+            raise RuntimeError(
+                "its backend returned the object that was released: such a group manages itself; "
+                "leave it out with install(backends=...)"
+            )
+        with attempt as wanted:
+            if wanted:
+                group.attach(inner, self._op.generation)
+                group.history.strategy = "recreate"
+        if not wanted:
+            # The destruction makes other members fail, so they are notified of the reason first.
+            self._op.round.notified.wait()
+            discard(inner)
+
+    def _connect_alone(self, group: ManagedGroup, attempt: Attempt) -> None:
+        backend = connect_group(group)
+        if attempt.abandoned:
+            # ``ProcessGroupNCCL`` had no communicator yet when it was aborted, and would keep
+            # the one that it has got since (torch 2.8.0 to 2.15.0 over stand-ins for NCCL).
+            self._op.round.notified.wait()  # as in `_commit`
+            abort_communicator(backend)
 
 
 def leave_out(op: Operation) -> None:
