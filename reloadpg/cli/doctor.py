@@ -29,7 +29,7 @@ from typing import Any
 from .. import _TESTED_TORCH
 from ..errors import UnsupportedTorchError
 from ..lifecycle.autoinstall import NO, SWITCH
-from ..lifecycle.variables import invalid_values
+from ..lifecycle.variables import STRATEGIES, invalid_values
 from ..settings import IS_OFF, VARIABLES, is_off, unknown_variables
 from ..texts import counted
 from .console import Finding, existing_file, say
@@ -39,7 +39,6 @@ OLDEST, NEWEST = _TESTED_TORCH
 SUSPENDS = (2, 29, 7)
 """The first NCCL version that can suspend a communicator."""
 
-STRATEGIES = ("recreate", "suspend")
 REPORTED = (
     *("RELOADPG_", "NCCL_", "TORCH_", "TORCHCOMM_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_"),
     "OMP_NUM_",

@@ -8,7 +8,7 @@ communicators (``eager_connect_single_device``); collectives run one group after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -55,7 +55,16 @@ def needs_collective(group: ManagedGroup) -> bool:
 
 def late_connections(groups: Iterable[ManagedGroup]) -> str:
     """Name the live groups in whose first collective a fault could not be ended; "" if none."""
-    late = _groups_with(connects_without_timeout, groups)
+    late = [
+        group.proxy
+        for group in groups
+        if group.is_live
+        and group.construction.size > 1
+        and any(
+            connects_without_timeout(backend)
+            for backend in live_backends(group.proxy, group.construction.selected).values()
+        )
+    ]
     if not late:
         return ""
     return (
@@ -63,22 +72,6 @@ def late_connections(groups: Iterable[ManagedGroup]) -> str:
         "collective. If a rank does not reach that collective, the others stay in it, past every "
         "timeout: torch's NCCL backend cannot end a connection."
     )
-
-
-def _groups_with(
-    condition: Callable[[Any], bool], groups: Iterable[ManagedGroup]
-) -> list[ProcessGroup]:
-    """The live groups of several ranks that have such a backend."""
-    return [
-        group.proxy
-        for group in groups
-        if group.is_live
-        and group.construction.size > 1
-        and any(
-            condition(backend)
-            for backend in live_backends(group.proxy, group.construction.selected).values()
-        )
-    ]
 
 
 def connect_group(group: ManagedGroup) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -26,15 +27,27 @@ from ..texts import counted, is_first_of_host, warn
 from .callbacks import callbacks, is_new
 from .job import jobs
 from .status import not_reloadable
-from .variables import install_options, set_log_level
+from .variables import STRATEGIES, install_options, set_log_level
 
 logger = logging.getLogger("reloadpg")
 
-STRATEGIES = ("recreate", "suspend")
-"""Values of ``install(strategy=...)``."""
-
 OBSERVER = "reloadpg.observability.publish"
 """The module whose ``start`` each installation calls; named, since it builds on this package."""
+
+
+_DEFAULTS = {
+    "backends": None,
+    "min_size": 2,
+    "world": True,
+    "strategy": "recreate",
+    "timeout": timedelta(minutes=5),
+    "parallelism": None,
+    "exclude": (),
+    "sets": None,
+    "recoverable": False,
+    "borrowed": "refuse",
+}
+"""The options of ``install``, where it and the environment give none."""
 
 
 class Installation:
@@ -144,8 +157,8 @@ def install(
         PatchConflictError: already installed with other options.
         UnsupportedTorchError: the installed torch lacks names that this library uses.
     """
-    given = (backends, min_size, world, strategy, timeout, parallelism, exclude, sets, recoverable)
-    return _install(_options(os.environ, *given, borrowed), by_environment=False)
+    given = locals()
+    return _install(_options(os.environ, given), by_environment=False)
 
 
 def install_by_environment() -> Installation:
@@ -154,48 +167,38 @@ def install_by_environment() -> Installation:
     ``RELOADPG_BACKENDS`` may contain names that are registered with torch later. The creation of
     the default group warns of names that are still unknown.
     """
-    return _install(_options(os.environ), by_environment=True)
+    return _install(_options(os.environ, {}), by_environment=True)
 
 
-def _options(
-    environ: Mapping[str, str],
-    backends: Iterable[str] | str | None = None,
-    min_size: int = 2,
-    world: bool = True,
-    strategy: str | None = None,
-    timeout: timedelta | float | None = None,
-    parallelism: int | None = None,
-    exclude: Iterable[str] | str | None = None,
-    sets: Mapping[str | None, Iterable[str] | str | None] | Iterable[str] | str | None = None,
-    recoverable: bool = False,
-    borrowed: str = "refuse",
-) -> Options:
-    """Return the given options, completed by those of the environment."""
+def _options(environ: Mapping[str, str], given: Mapping[str, Any]) -> Options:
+    """Return the given options, completed by those of the environment, and by the defaults."""
     needs.refuse_missing("install", nothing="installed")  # they name torch's backends
-    read = {"strategy": "recreate", "timeout": timedelta(minutes=5), **install_options(environ)}
+    read = {**_DEFAULTS, **install_options(environ)}
+    read.update({name: value for name, value in given.items() if value is not None})
     selection = Selection.of(
-        read.get("backends") if backends is None else backends,
-        min_size,
-        world,
-        read.get("exclude", ()) if exclude is None else exclude,
-        sets,
-        registered_later=backends is None,
+        read["backends"],
+        read["min_size"],
+        read["world"],
+        read["exclude"],
+        read["sets"],
+        registered_later=given.get("backends") is None,
     )
-    way = read["strategy"] if strategy is None else strategy
+    way = read["strategy"]
     if way not in STRATEGIES:
         raise InvalidOptionError(
             f"install(strategy={way!r}): unknown; nothing was installed. Use 'recreate', or "
             "'suspend', which recreates groups that cannot be suspended."
         )
-    limit = read["timeout"] if timeout is None else timeout
-    limit = as_timedelta(limit, "timeout", "nothing was installed")
+    limit = as_timedelta(read["timeout"], "timeout", "nothing was installed")
+    parallelism = read["parallelism"]
     threads = None if parallelism is None else as_integer(parallelism)
     if parallelism is not None and (threads is None or threads < 1):
         raise InvalidOptionError(
             f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
             "Pass 1 to release groups one after the other."
         )
-    recoverable = as_flag(recoverable, "recoverable", "nothing was installed")
+    recoverable = as_flag(read["recoverable"], "recoverable", "nothing was installed")
+    borrowed = read["borrowed"]
     if borrowed not in POLICIES:
         raise InvalidOptionError(
             f"install(borrowed={borrowed!r}): it is {', '.join(POLICIES[:-1])} or {POLICIES[-1]}; "
@@ -224,7 +227,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
     with registry.lock:
         in_place = registry.options
         if registry.patches is not None and in_place is not None:
-            plain = registry.by_environment and options == _options({})
+            plain = registry.by_environment and options == _options({}, {})
             if options == in_place or plain:
                 if options != in_place:
                     logger.info("install() without options: %s", _BY_ENVIRONMENT)

@@ -32,7 +32,8 @@ TIMEOUT = "RELOADPG_TIMEOUT_S"
 LOG_LEVEL = "RELOADPG_LOG_LEVEL"
 NAMES = (BACKENDS, EXCLUDE, STRATEGY, TIMEOUT, LOG_LEVEL, GRACE, LOG_WAIT)
 
-_STRATEGIES = ("recreate", "suspend")
+STRATEGIES = ("recreate", "suspend")
+"""Values of ``install(strategy=...)``."""
 
 
 def _read(environ: Mapping[str, str], name: str) -> str:
@@ -53,8 +54,8 @@ def install_options(environ: Mapping[str, str]) -> dict[str, Any]:
                 use = "names separated by single commas"
                 raise _invalid(variable, text, "has an empty name", use)
     if text := _read(environ, STRATEGY):
-        if text not in _STRATEGIES:
-            raise _invalid(STRATEGY, text, "is unknown", " or ".join(_STRATEGIES))
+        if text not in STRATEGIES:
+            raise _invalid(STRATEGY, text, "is unknown", " or ".join(STRATEGIES))
         options["strategy"] = text
     if (timeout := _seconds(environ, TIMEOUT, "300")) is not None:
         options["timeout"] = timeout
