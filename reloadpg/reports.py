@@ -132,14 +132,14 @@ class Borrowed:
         if not self.ended:
             return ""
         if self.raw:
-            text = "a use of it is a use after free; it must be taken again after each reload"
-        elif self.what == "backend":
-            text = "it no longer belongs to the group; take it again after each reload"
-        elif self.what in ("abort hook", "memory pool"):
-            text = "it is no longer registered; register it again after each reload"
-        else:
-            return ""
-        return f"{self}: {text}"
+            return (
+                f"{self}: a use of it is a use after free; it must be taken again after each reload"
+            )
+        if self.what == "backend":
+            return f"{self}: it no longer belongs to the group; take it again after each reload"
+        if self.what in ("abort hook", "memory pool"):
+            return f"{self}: it is no longer registered; register it again after each reload"
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,6 @@ from ..texts import warn
 
 logger = logging.getLogger("reloadpg")
 
-NOTHING_RELEASED = "nothing was released"
-"""The begin of a warning that the program can change something about."""
-
 
 class Callback(NamedTuple):
     """A user's callback: its name, and the operations for which it is called.
@@ -241,7 +238,7 @@ def publish(report: Report) -> None:
     logger.info("%s", report)
     for warning in report.warnings:
         first = is_new(warning)
-        if first and warning.startswith(NOTHING_RELEASED):
+        if first and warning.startswith("nothing was released"):
             warn(f"reloadpg.{report.operation}(): {warning}")
         else:
             logger.log(

@@ -16,7 +16,6 @@ from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 from . import memory
-from .callbacks import NOTHING_RELEASED
 from .job import Job, jobs
 
 
@@ -155,7 +154,7 @@ def nothing_released(options: Options) -> list[str]:
     why = "; ".join(_by_reason((group, bypass.reason) for group, bypass in bypassed))
     remedies = " or ".join(dict.fromkeys(f"install({bypass.remedy})" for _, bypass in bypassed))
     return [
-        f"{NOTHING_RELEASED}, since no group is reloadable: {why}. Installed with "
+        f"nothing was released, since no group is reloadable: {why}. Installed with "
         f"{options.selection}; call {remedies} to make them reloadable."
     ]
 
