@@ -9,7 +9,7 @@ only with a note in the changelog.
   :func:`new_plain_group`, :func:`rename_backends`; sets of groups:
   :class:`Chosen`, :func:`check_name`, ``TRAINER``.
 * Operations in steps: :class:`Operation`, then :func:`run` with the steps of an offload
-  (:func:`release`) or of a reload (:func:`restore`), or :func:`start`, also as :class:`Pending`;
+  (:func:`release`) or of a reload (:func:`restore`), with ``wait=False`` as :class:`Pending`;
   :class:`Block`; :func:`check_group`, :func:`validate` and
   ``Connect``.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
@@ -47,7 +47,6 @@ from .lifecycle.offload import release as release
 from .lifecycle.operation import Operation as Operation
 from .lifecycle.pending import Pending as Pending
 from .lifecycle.pending import run as run
-from .lifecycle.pending import start as start
 from .lifecycle.reload import restore as restore
 from .lifecycle.status import between_operations as between_operations
 from .lifecycle.status import running as running
@@ -87,6 +86,5 @@ __all__ = [
     "restore",
     "run",
     "running",
-    "start",
     "validate",
 ]

@@ -34,7 +34,6 @@ from ..extend import (
     release,
     restore,
     run,
-    start,
     validate,
 )
 from ..reports import Report
@@ -328,7 +327,7 @@ class colocated:  # noqa: N801 - used like a function
 
     def _begin_reload(self) -> None:
         op = Operation("reload", self._block.due)
-        self._pending = start(op, partial(restore, how=self._connect), wait=False)
+        self._pending = run(op, partial(restore, how=self._connect), wait=False)
 
     def _copy_weights_back(self) -> None:
         if self._copy_back is None or (self._saver is not None and self._saver.paused):

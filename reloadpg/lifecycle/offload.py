@@ -19,7 +19,7 @@ from .callbacks import Callback, callbacks
 from .destroy import Releases
 from .job import Job
 from .operation import Operation
-from .pending import Pending, start
+from .pending import Pending, run
 from .suspend import (
     bytes_kept,
     choose,
@@ -89,7 +89,7 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         for name, value in (("collect", collect), ("wait", wait))
     )
     op = Operation("offload", Chosen.of(sets, "offload"))
-    return start(op, partial(release, collect=collect), wait=wait)
+    return run(op, partial(release, collect=collect), wait=wait)
 
 
 def release(op: Operation, job: Job, collect: bool = False) -> None:

@@ -178,87 +178,71 @@ class Pending:
 
 
 @overload
-def start(op: Operation, body: Body, *, wait: Literal[False]) -> Pending: ...
+def run(op: Operation, body: Body, *, wait: Literal[True] = True) -> Report: ...
 @overload
-def start(op: Operation, body: Body, *, wait: bool) -> Report | Pending: ...
-def start(op: Operation, body: Body, *, wait: bool) -> Report | Pending:
-    """Run an operation in a thread. ``wait``: wait for its end, and return its report."""
-    if wait:
-        return run(op, body)
-    pending = None
-    try:
-        pending = Pending(op.name, UnderWay(op.name))
-        pending._start(op, body)
-    except BaseException as error:
-        _interrupt(op, pending, error)
-        raise
-    return pending
-
-
-def run(op: Operation, body: Body) -> Report:
+def run(op: Operation, body: Body, *, wait: Literal[False]) -> Pending: ...
+@overload
+def run(op: Operation, body: Body, *, wait: bool) -> Report | Pending: ...
+def run(op: Operation, body: Body, *, wait: bool = True) -> Report | Pending:
     """Run an operation in a thread, and wait for it. Callbacks run in this thread.
 
     An error in this thread, such as KeyboardInterrupt, tells the operation to end, and is raised
     after that or after a limited time.
+
+    Args:
+        op: the operation.
+        body: its steps.
+        wait: if False, return a handle, without a wait. Callbacks run in the operation's thread.
     """
     pending = caller = None
     try:
-        caller = _Caller()
-        op.in_caller = caller.call
-        pending = Pending(op.name)
+        if wait:
+            caller = _Caller()
+            op.in_caller = caller.call
+        pending = Pending(op.name, None if wait else UnderWay(op.name))
         pending._start(op, body)
+        if caller is None:
+            return pending
         pending._future.add_done_callback(caller.end)
         caller.serve()
     except BaseException as error:
-        _interrupt(op, pending, error)
+        if pending is None:
+            op.fail(error)
+        else:
+            pending._interrupt(op, error)
         if caller is not None:
             caller.leave()
-        if pending is not None and pending._begun.is_set():
-            with suppress(PendingError):
-                pending.exception(_INTERRUPT_S)
+            if pending is not None and pending._begun.is_set():
+                with suppress(PendingError):
+                    pending.exception(_INTERRUPT_S)
         raise
     return pending.result()
-
-
-def _interrupt(op: Operation, pending: Pending | None, error: BaseException) -> None:
-    if pending is None:
-        op.fail(error)
-    else:
-        pending._interrupt(op, error)
-
-
-class _Call:
-    """A call that an operation passes to the caller's thread."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.function = function
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
 
 
 class _Caller:
     """The thread that waits for an operation, and makes calls for it."""
 
     def __init__(self) -> None:
-        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self.calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._call: _Call | None = None
+        self._ended: futures.Future[None] | None = None  # of the call that is to be made
         self._left = False
 
     def serve(self) -> None:
         """Make the calls of the operation until it has ended."""
         while True:
             with suppress(Empty):
-                call = self.calls.get(timeout=_SIGNAL_S)
-                if call is None:
+                function = self.calls.get(timeout=_SIGNAL_S)
+                ended = self._ended
+                if function is None or ended is None:
                     return
                 try:
-                    call.function()
+                    function()
                 except BaseException as error:  # raised in the operation, which ends
-                    call.error = error
-                finally:
-                    call.ended.set()
-                del call
+                    ended.set_exception(error)
+                else:
+                    ended.set_result(None)
+                del function, ended
 
     def call(self, function: Callable[[], object]) -> None:
         """Call a function in the caller's thread; from that of the operation.
@@ -269,20 +253,20 @@ class _Caller:
         with self._lock:
             if self._left:
                 raise Interrupted
-            call = self._call = _Call(function)
-            self.calls.put(call)
-        call.ended.wait()
-        self._call = None
-        if call.error is not None:
-            raise call.error
+            self._ended = futures.Future()
+            self.calls.put(function)
+        try:
+            self._ended.result()
+        finally:
+            self._ended = None
 
     def leave(self) -> None:
         """Make no further call. One that has not ended raises Interrupted in the operation."""
         with self._lock:
             self._left = True
-        if (call := self._call) is not None and not call.ended.is_set():
-            call.error = Interrupted()
-            call.ended.set()
+        ended = self._ended
+        if ended is not None and not ended.done():
+            ended.set_exception(Interrupted())
 
     def end(self, _: object) -> None:
         """Let :meth:`serve` return: the operation has ended."""

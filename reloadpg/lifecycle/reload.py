@@ -22,7 +22,7 @@ from .connect import Connect, validate
 from .destroy import abort
 from .job import Job
 from .operation import Operation
-from .pending import Pending, start
+from .pending import Pending, run
 from .recreate import leave_out, rebuild
 from .suspend import check_room, resume
 
@@ -95,7 +95,7 @@ def reload(
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
     op = Operation("reload", Chosen.of(sets, "reload"), _names(skip))
-    return start(op, partial(restore, how=connect), wait=wait)
+    return run(op, partial(restore, how=connect), wait=wait)
 
 
 def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
