@@ -18,7 +18,13 @@ from reloadpg.rendezvous.round import barrier_hooks
 
 INTERRUPTED = 1
 CALLER = tuple(
-    function.__code__ for function in (waiting.run, waiting.Pending.__init__, waiting._Caller.serve)
+    function.__code__
+    for function in (
+        waiting.run,
+        waiting.Pending.__init__,
+        waiting.Pending._start,
+        waiting._Caller.serve,
+    )
 )
 """The functions in which a caller starts an operation and waits for it."""
 
