@@ -174,7 +174,8 @@ def _options(environ: Mapping[str, str], given: Mapping[str, Any]) -> Options:
     """Return the given options, completed by those of the environment, and by the defaults."""
     needs.refuse_missing("install", nothing="installed")  # they name torch's backends
     read = {**_DEFAULTS, **install_options(environ)}
-    read.update({name: value for name, value in given.items() if value is not None})
+    optional = {"backends", "exclude", "strategy", "timeout"}  # None: the environment gives them
+    read.update({n: value for n, value in given.items() if value is not None or n not in optional})
     selection = Selection.of(
         read["backends"],
         read["min_size"],
