@@ -25,7 +25,7 @@ from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Plan
 from ..rendezvous.round import Rendezvous, Round
-from ..rendezvous.worker_thread import Attempt
+from ..rendezvous.worker_thread import CancelToken
 from ..settings import as_timedelta
 from ..texts import named_ranks
 from .device import Placement, accelerator, choose_placement, parse_device
@@ -317,12 +317,12 @@ class _Creation:
         round_.agree("agree", Plan("init_distributed", settings))
         made: list[DeviceMesh | None] = []
 
-        def run(attempt: Attempt, _: int) -> None:
+        def run(token: CancelToken, _: int) -> None:
             try:
                 if first is not None:
                     first()
-                if not attempt.abandoned:
-                    made.append(self._create_mesh(attempt))
+                if not token.cancelled:
+                    made.append(self._create_mesh(token))
             except ReloadpgError:
                 raise
             except RuntimeError as error:
@@ -334,7 +334,7 @@ class _Creation:
                     f"that is."
                 ) from error
             finally:
-                if attempt.abandoned:  # the caller has raised and does not own later groups
+                if token.cancelled:  # the caller has raised and does not own later groups
                     self.own.abort()
 
         try:
@@ -346,14 +346,14 @@ class _Creation:
             raise
         return made[0]
 
-    def _create_mesh(self, attempt: Attempt) -> DeviceMesh | None:
+    def _create_mesh(self, token: CancelToken) -> DeviceMesh | None:
         """Create the mesh, if requested, and connect the groups created since bring-up began."""
         mesh = None
         if self.sizes is not None:
             self.at = "creating the mesh"
             mesh = build_mesh(self.sizes, self.device.type, self.timeout)
         for group in self.own.now() if self.connect != "none" else ():
-            if attempt.abandoned or group.size() == 1:
+            if token.cancelled or group.size() == 1:
                 continue
             kinds = tables.device_backends(group)
             desc, ranks = group.group_desc or "group", named_ranks(tables.ranks_of(group))

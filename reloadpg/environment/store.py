@@ -21,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from ..errors import RendezvousTimeoutError
 from ..rendezvous.store_client import StoreClient
-from ..rendezvous.worker_thread import Task, Wait
+from ..rendezvous.worker_thread import Deadline, Task
 from .model import DistributedEnvironment
 
 _opened: dict[tuple[int, str, int], tuple[TCPStore, Iterator[int]]] = {}
@@ -167,5 +167,5 @@ def claim_place(store: Store, environment: DistributedEnvironment, seconds: floa
             )
         return ""
 
-    wait = Wait("init_distributed", seconds, "agree")
-    return StoreClient(lambda: store, rank, size).ask(take, wait)
+    deadline = Deadline("init_distributed", seconds, "agree")
+    return StoreClient(lambda: store, rank, size).ask(take, deadline)

@@ -21,7 +21,7 @@ from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
 from ..lifecycle.job import jobs
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StoreClient
-from ..rendezvous.worker_thread import Wait
+from ..rendezvous.worker_thread import Deadline
 from ..settings import as_timedelta
 from ..texts import named_ranks
 from .launchers import identify
@@ -156,7 +156,7 @@ def leave_together(
             store.set(all_left, "1")
 
     try:
-        rendezvous.ask(leave, Wait(purpose, seconds))
+        rendezvous.ask(leave, Deadline(purpose, seconds))
     except (ReloadpgError, RuntimeError, TimeoutError) as error:
         # All ranks had arrived; a later death of one does not matter here.
         logging.getLogger(__name__).warning(

@@ -41,7 +41,7 @@ class Releases:
     def destroy(self, worker: Worker) -> None:
         """Destroy the communicators of live groups. Blocking; the loop of a thread."""
         for group in worker:
-            with worker.attempt as wanted:
+            with worker.token as wanted:
                 if not wanted:
                     return
                 inner = group.communicator

@@ -25,7 +25,7 @@ from ..groups.registry import registry
 from ..groups.sets import Chosen, SetStates
 from ..rendezvous.round import Rendezvous
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Task, Wait, exiting
+from ..rendezvous.worker_thread import Deadline, Task, exiting
 from .dumps import DumpWatch, watch
 
 if TYPE_CHECKING:
@@ -98,15 +98,15 @@ class Job:
 
         It waits for threads that use the store, since they hold rank 0's, and the server in it.
         """
-        wait = Wait("the end of the job", _CONNECT_S)
+        deadline = Deadline("the end of the job", _CONNECT_S)
         if self.dumps is not None:
             self.dumps.end()
         if self.creation_stores is not None:
             self.creation_stores.end()
-        self.rendezvous.end(wait)
+        self.rendezvous.end(deadline)
         for task in self.connecting:
             if not task.is_current:  # that thread may have released the last reference
-                task.wait(wait.left)
+                task.wait(deadline.left)
 
     def connect_ahead(self, creators: int) -> None:
         """Connect the store clients of the next reload in the background. Local, non-blocking."""

@@ -33,7 +33,7 @@ from ..groups.sets import ALL, Chosen
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan
 from ..rendezvous.round import Interrupted, Round
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Attempt, Wait
+from ..rendezvous.worker_thread import CancelToken, Deadline
 from ..reports import GroupReport, OperationStatus, RankFault, Report, Span
 from ..settings import IS_OFF
 from . import memory
@@ -261,7 +261,7 @@ class Operation:
         aborts = abort(job, groups, GroupState.FAILED, reason, whole=whole)
         # Usually their memory is free before the caller sees the error. An abort that hangs must
         # not withhold the error: the next operation waits for it again, and reports it.
-        end = Wait(self.name, _ABORT_S)
+        end = Deadline(self.name, _ABORT_S)
         for aborting in aborts:
             if not aborting.task.wait(end.left):
                 logger.error(
@@ -450,7 +450,7 @@ class Operation:
         abort(job, [], GroupState.FAILED)  # those for which no thread could be started
         job.unfinished = [entry for entry in job.unfinished if not entry.task.ended]
         destroying = [entry for entry in job.unfinished if not entry.creates]
-        end = Wait(self.name, min(_UNFINISHED_S, self.round.seconds / 2))
+        end = Deadline(self.name, min(_UNFINISHED_S, self.round.seconds / 2))
 
         def wait() -> None:
             while end.left and any(not entry.task.wait(min(0.2, end.left)) for entry in destroying):
@@ -463,7 +463,7 @@ class Operation:
     def do(self, work: Callable[[], object], doing: str) -> None:
         """Run blocking work before the next barrier; see :meth:`Round.run`."""
         with self._activity(doing):
-            self.round.run(self.round.phase, lambda attempt, index: work(), lambda: doing)
+            self.round.run(self.round.phase, lambda token, index: work(), lambda: doing)
 
     def over(
         self,
@@ -508,10 +508,10 @@ class Operation:
         self,
         loop: Callable[[Worker], object],
         left: deque[ManagedGroup],
-        attempt: Attempt,
+        token: CancelToken,
         index: int,
     ) -> None:
-        worker = Worker(self, left, attempt, index)
+        worker = Worker(self, left, token, index)
         try:
             loop(worker)
         except Exception as cause:
@@ -685,7 +685,7 @@ class Worker:
     """One thread of :meth:`Operation.over`: an iterator over the groups that it takes.
 
     Attributes:
-        attempt: whether the results of the thread are still wanted.
+        token: whether the results of the thread are still wanted.
         index: number of the thread.
         group: the group that it took last.
     """
@@ -694,17 +694,17 @@ class Worker:
         self,
         op: Operation,
         left: deque[ManagedGroup],
-        attempt: Attempt,
+        token: CancelToken,
         index: int,
     ) -> None:
         self._left, self._current = left, op._current
         self._took, self._round = op._took, op.round  # an abandoned thread writes to no later ones
-        self.attempt, self.index = attempt, index
+        self.token, self.index = token, index
         self.group: ManagedGroup | None = None
 
     def __iter__(self) -> Iterator[ManagedGroup]:
         """Take groups until none is left, or the operation has ended."""
-        while self._left and not self.attempt.abandoned:
+        while self._left and not self.token.cancelled:
             try:
                 group = self.group = self._left.popleft()
             except IndexError:  # another thread took the last one

@@ -21,7 +21,7 @@ from typing import Literal, overload
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
 from ..rendezvous.round import Interrupted
-from ..rendezvous.worker_thread import Attempt, Task, exiting
+from ..rendezvous.worker_thread import CancelToken, Task, exiting
 from ..reports import Report
 from ..texts import warn
 from .callbacks import publish
@@ -57,7 +57,7 @@ class Pending:
         self._under_way = under_way
         self._pid = os.getpid()
         self._read = True  # until the operation has begun
-        self._attempt, self._begun = Attempt(), threading.Event()
+        self._token, self._begun = CancelToken(), threading.Event()
         self._future: futures.Future[Report] = futures.Future()
         self._future.set_running_or_notify_cancel()
 
@@ -68,7 +68,7 @@ class Pending:
             op.reserve(self._under_way)
         # The thread does not hold the handle, whose deletion is a warning.
         under_way, future = self._under_way, self._future
-        run = partial(_perform, op, body, under_way, self._attempt, self._begun, future)
+        run = partial(_perform, op, body, under_way, self._token, self._begun, future)
         Task(run, self.operation, daemon=False)
         self._begun.wait()
         self._read = self._under_way is None
@@ -78,7 +78,7 @@ class Pending:
 
         If its thread has not begun, the operation ends here.
         """
-        self._attempt.abandon()
+        self._token.cancel()
         if self._begun.is_set():
             op.interrupt(error)
         else:
@@ -277,12 +277,12 @@ def _perform(
     op: Operation,
     body: Body,
     under_way: UnderWay | None,
-    attempt: Attempt,
+    token: CancelToken,
     begun: threading.Event,
     future: futures.Future[Report],
 ) -> None:
     """Run the operation; the whole of its thread."""
-    with attempt as wanted:
+    with token as wanted:
         if not wanted:
             return
         begun.set()

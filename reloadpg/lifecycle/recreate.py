@@ -13,7 +13,7 @@ from ..c10d import stores, tables
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.proxy import ReloadableProcessGroup
-from ..rendezvous.worker_thread import Attempt, Wait
+from ..rendezvous.worker_thread import CancelToken, Deadline
 from .callbacks import callbacks
 from .connect import (
     Connect,
@@ -95,7 +95,7 @@ class Rebuilds:
             if group.communicator is None:
                 before = self._before.get(group)
                 while before is not None and not before.wait(_ASK_S):
-                    if worker.attempt.abandoned:  # the other creation may never return
+                    if worker.token.cancelled:  # the other creation may never return
                         return
                 construction, name = group.construction, self._names[group]
                 store = self._store(worker.index, construction)
@@ -105,18 +105,18 @@ class Rebuilds:
                 handed_over = construction.is_handed_over
                 freed = tables.name_freed(group.proxy) if handed_over else nullcontext()
                 try:
-                    if worker.attempt.abandoned:  # the name and the client are of an ended one
+                    if worker.token.cancelled:  # the name and the client are of an ended one
                         return
                     with tables.Unseen(), freed:
                         whole = group.kept is None  # a recovery also aborts the kept backends
                         inner = construction.replay(name, store, group.device, whole=whole)
                 finally:
                     self._created[group].set()
-                self._commit(group, inner, worker.attempt)
+                self._commit(group, inner, worker.token)
                 del inner  # the loop must not hold it any longer
-            if self._connect != "none" and not worker.attempt.abandoned and connects_alone(group):
+            if self._connect != "none" and not worker.token.cancelled and connects_alone(group):
                 # In this thread: only it uses the store client of the communicator.
-                self._connect_alone(group, worker.attempt)
+                self._connect_alone(group, worker.token)
 
     def check(self, worker: Worker) -> None:
         """Connect groups by a small all-reduce, and for ``canary`` check its sum."""
@@ -129,7 +129,7 @@ class Rebuilds:
         store = stores.root_store(world) if self._clients is None else self._clients.get(index)
         return store if construction.is_world else PrefixStore(f"{tables.name_of(world)}/", store)
 
-    def _commit(self, group: ManagedGroup, inner: ProcessGroup, attempt: Attempt) -> None:
+    def _commit(self, group: ManagedGroup, inner: ProcessGroup, token: CancelToken) -> None:
         """Make a generation the live one; discard it if the operation has ended."""
         if group.construction.is_handed_over and (
             not isinstance(inner, ProcessGroup)
@@ -145,7 +145,7 @@ class Rebuilds:
                 "its backend returned the object that was released: such a group manages itself; "
                 "leave it out with install(backends=...)"
             )
-        with attempt as wanted:
+        with token as wanted:
             if wanted:
                 group.attach(inner, self._op.generation)
                 group.history.strategy = "recreate"
@@ -154,9 +154,9 @@ class Rebuilds:
             self._op.round.notified.wait()
             discard(inner)
 
-    def _connect_alone(self, group: ManagedGroup, attempt: Attempt) -> None:
+    def _connect_alone(self, group: ManagedGroup, token: CancelToken) -> None:
         backend = connect_group(group)
-        if attempt.abandoned:
+        if token.cancelled:
             # ``ProcessGroupNCCL`` had no communicator yet when it was aborted, and would keep
             # the one that it has got since (torch 2.8.0 to 2.15.0 over stand-ins for NCCL).
             self._op.round.notified.wait()  # as in `_commit`
@@ -182,7 +182,7 @@ def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) 
                 store.delete_key(key)
 
     with op.timed("store"):
-        job.rendezvous.ask_root(delete, Wait(op.name, op.round.seconds, op.round.phase))
+        job.rendezvous.ask_root(delete, Deadline(op.name, op.round.seconds, op.round.phase))
 
 
 def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:

@@ -49,7 +49,7 @@ def released_backends(inner: ProcessGroup, construction: Construction) -> list[A
 def suspend(worker: Worker) -> None:
     """Suspend live groups. Blocking, collective over their members; the loop of a thread."""
     for group in worker:
-        with worker.attempt as wanted:
+        with worker.token as wanted:
             if not wanted:
                 return
             inner = group.suspend()
@@ -66,7 +66,7 @@ def resume(worker: Worker) -> None:
             with devices.current(devices.index_for(group.proxy)):
                 for backend in released_backends(group.communicator, group.construction):
                     nccl.resume_backend(backend)
-        with worker.attempt as wanted:
+        with worker.token as wanted:
             if wanted:
                 group.resume()
 

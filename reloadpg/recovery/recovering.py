@@ -34,7 +34,7 @@ from ..lifecycle.job import Job, jobs
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
 from ..lifecycle.recreate import leave_out, rebuild
-from ..rendezvous.worker_thread import Wait
+from ..rendezvous.worker_thread import Deadline
 from ..reports import RankFault, Report
 from ..settings import as_timedelta
 
@@ -144,7 +144,7 @@ def _recover(
     if seconds is None:
         seconds = max([timeout, *map(_longest_wait, op.groups)])
     was_offloaded = job.offloaded
-    waited = Wait("recover", seconds)
+    waited = Deadline("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
         with op.timed("wait.flag", measure=False):
             op.enter(seconds, reason=str(fault), report=report)

@@ -31,7 +31,7 @@ from .peers import Peers
 from .plan import Plan
 from .protocol import OK, Ended, GaveUp, Rank, Steps
 from .store_client import Root, StoreClient, append, read
-from .worker_thread import Attempt, Task, Wait, wait_seconds
+from .worker_thread import CancelToken, Deadline, Task, wait_seconds
 
 T = TypeVar("T")
 
@@ -145,26 +145,26 @@ class Rendezvous:
         it.
         """
         with suppress(ReloadpgError):
-            self._count(Wait("count", seconds))
+            self._count(Deadline("count", seconds))
 
-    def _count(self, wait: Wait) -> None:
+    def _count(self, deadline: Deadline) -> None:
         if self.state.job:
             return
-        self.drive(self.state.count(), wait)
+        self.drive(self.state.count(), deadline)
         if self.peers.host:
             entry = self.peers.entry()
-            self.ask(lambda store: append(store, self._hosts, entry), wait)
+            self.ask(lambda store: append(store, self._hosts, entry), deadline)
 
     @property
     def _hosts(self) -> str:
         return f"{self.state.job}/hosts/{self.peers.host}"
 
-    def end(self, wait: Wait) -> None:
+    def end(self, deadline: Deadline) -> None:
         """End the thread of the requests, and wait for it. Local, with a timeout."""
         self.peers.forget()
         thread = self._client.end()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(wait.left)
+            thread.join(deadline.left)
 
     def is_host(self) -> bool:
         """Whether the store's server is in this process. Local."""
@@ -220,7 +220,7 @@ class Rendezvous:
             return self._last >= self.state.next
         self._ask_again = time.monotonic() + every
         try:
-            now = self.drive(self.state.read(), Wait("flag", _FLAG_S))
+            now = self.drive(self.state.read(), Deadline("flag", _FLAG_S))
             self._last, self._silent_s = now.recovery, 0.0
         except ReloadpgError:
             least, most = _SILENT_S
@@ -233,17 +233,17 @@ class Rendezvous:
     def ask(
         self,
         question: Callable[[Store], T],
-        wait: Wait,
+        deadline: Deadline,
         stopped: Callable[[], object] = lambda: None,
     ) -> T:
         """Send requests to this part of the store; see :meth:`ask_root`."""
         prefix = self._prefix
-        return self.ask_root(lambda root: question(PrefixStore(prefix, root)), wait, stopped)
+        return self.ask_root(lambda root: question(PrefixStore(prefix, root)), deadline, stopped)
 
     def ask_root(
         self,
         question: Callable[[Store], T],
-        wait: Wait,
+        deadline: Deadline,
         stopped: Callable[[], object] = lambda: None,
     ) -> T:
         """Send requests to the whole store. Blocking, with a timeout; see :meth:`StoreClient.ask`.
@@ -252,16 +252,16 @@ class Rendezvous:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
-        return self._client.ask(question, wait, stopped)
+        return self._client.ask(question, deadline, stopped)
 
-    def drive(self, steps: Steps, wait: Wait, round_: Round | None = None) -> Any:
+    def drive(self, steps: Steps, deadline: Deadline, round_: Round | None = None) -> Any:
         """Perform the commands of a generator, and return its result. Blocking, with a timeout.
 
         A late reply to an abandoned request reaches no generator.
 
         Args:
             steps: the generator.
-            wait: the deadline.
+            deadline: when to give up.
             round_: the operation, if its ranks wait for each other here.
 
         Raises:
@@ -273,7 +273,7 @@ class Rendezvous:
             command = next(steps)
             while True:
                 try:
-                    reply = self._execute(command, wait, round_)
+                    reply = self._execute(command, deadline, round_)
                 except (GaveUp, Interrupted) as error:
                     command = steps.throw(error)
                 else:
@@ -287,57 +287,57 @@ class Rendezvous:
         finally:
             steps.close()
 
-    def _execute(self, command: protocol.Command, wait: Wait, round_: Round | None) -> Any:
+    def _execute(self, command: protocol.Command, deadline: Deadline, round_: Round | None) -> Any:
         stopped: Callable[[], object] = (lambda: None) if round_ is None else round_.check
         if isinstance(command, protocol.Pause):
-            with wait.pause(self.pause_s) as seconds:
+            with deadline.pause(self.pause_s) as seconds:
                 time.sleep(seconds)
             return None
         if not isinstance(command, protocol.Await):
-            return self.ask(partial(perform, command), wait)
+            return self.ask(partial(perform, command), deadline)
         stopped()
-        if wait.left == 0:
+        if deadline.left == 0:
             raise GaveUp(Decision("timeout", self.rank))
         if command.again:
-            with wait.pause(self.pause_s) as seconds:
+            with deadline.pause(self.pause_s) as seconds:
                 if round_ is None:
                     time.sleep(seconds)
                 else:
                     round_.interrupted.wait(seconds)
             stopped()
             if round_ is not None:
-                self._look(wait, round_)
+                self._look(deadline, round_)
             return None
         # Torch writes two warnings to stderr for each wait that times out, so there is only one
         # such wait, which returns as soon as the key exists. A long wait continues by polling.
-        first = wait.first_log_s if self.state.confirmed else _BRIEF_S
-        first = min(first, wait.left / 2)
+        first = deadline.first_log_s if self.state.confirmed else _BRIEF_S
+        first = min(first, deadline.left / 2)
         hook = None if round_ is None else partial(round_.run_hooks, "waiting")
-        return self.ask(partial(_wait_for, command.key, first, wait, hook), wait, stopped)
+        return self.ask(partial(_wait_for, command.key, first, deadline, hook), deadline, stopped)
 
-    def _look(self, wait: Wait, round_: Round) -> None:
+    def _look(self, deadline: Deadline, round_: Round) -> None:
         """During a long wait: see the progress of other ranks, and who is missing."""
-        if self.extend(wait) or not self.peers.host or self.state.confirmed:
+        if self.extend(deadline) or not self.peers.host or self.state.confirmed:
             pass
         else:  # the processes that have joined so far
-            self.watch(wait)
-        wait.log(partial(self._missing, wait))
+            self.watch(deadline)
+        deadline.log(partial(self._missing, deadline))
 
-    def extend(self, wait: Wait, news: int = 0) -> bool:
+    def extend(self, deadline: Deadline, news: int = 0) -> bool:
         """Report the progress of this rank, and restart the timeout if any rank has progressed."""
         key = f"{self.state.job}/progress"
-        total = self.ask(lambda store: store.add(key, news), wait)
+        total = self.ask(lambda store: store.add(key, news), deadline)
         moved, self._progress = total - news != self._progress, total
         if moved:
-            wait.extend()
+            deadline.extend()
         return moved
 
-    def watch(self, wait: Wait) -> None:
+    def watch(self, deadline: Deadline) -> None:
         """Watch the processes of this host that have joined the job."""
         if self.peers.host:
-            self.peers.meet(self.ask(lambda store: read(store, self._hosts), wait) or "")
+            self.peers.meet(self.ask(lambda store: read(store, self._hosts), deadline) or "")
 
-    def _missing(self, wait: Wait) -> str:
+    def _missing(self, deadline: Deadline) -> str:
         """Name the missing ranks, for the log of a long wait. Empty on most ranks of a large job.
 
         The answer costs the store's server as much as a barrier, so few ranks may ask for it.
@@ -345,7 +345,7 @@ class Rendezvous:
         rank, key = self.rank, self.state.key("here")
         if rank >= _LOOKING and rank & (rank - 1):
             return ""
-        here = {*map(int, (self.ask(lambda store: read(store, key), wait) or "").split())}
+        here = {*map(int, (self.ask(lambda store: read(store, key), deadline) or "").split())}
         late = [other for other in range(self.size) if other not in here]
         more = " and others" if len(late) > _NAMED else ""
         return f"missing: {named_ranks(late[:_NAMED])}{more}" if late else ""
@@ -378,13 +378,13 @@ def perform(command: protocol.Command, store: Store) -> Any:
 
 
 def _wait_for(
-    key: str, seconds: float, wait: Wait, hook: Callable[[], object] | None, store: Store
+    key: str, seconds: float, deadline: Deadline, hook: Callable[[], object] | None, store: Store
 ) -> None:
     # Torch's wait can also return without the key if several clients time out at once (seen on
     # 2.13), so its result is ignored. The next request finds out if the store is lost.
     if hook is not None:
         hook()
-    with suppress(RuntimeError), wait.pause(seconds) as left:
+    with suppress(RuntimeError), deadline.pause(seconds) as left:
         store.wait([key], timedelta(seconds=max(0.01, left)))
 
 
@@ -414,7 +414,7 @@ class Round:
         self._phases, self._passed = tuple(phases), 0
         self._ended = self._counted = self._complete = self.lost = False
         self._advanced = 0
-        self._work: tuple[Attempt, list[Task[object]]] | None = None
+        self._work: tuple[CancelToken, list[Task[object]]] | None = None
         self.operation = operation
         self.seconds = seconds
         self.unfinished: list[tuple[int, Task[object]]] = []
@@ -448,13 +448,13 @@ class Round:
 
     def enter(self, reason: str = "", report: str = "") -> None:
         """Enter the operation; see :meth:`Rendezvous.open`."""
-        rendezvous, wait = self._rendezvous, self._wait()
+        rendezvous, deadline = self._rendezvous, self._deadline()
         if self.operation == "recover":  # other ranks may come later than a process has ended
             rendezvous.peers.forget()
         before = self._rank.number
         try:
-            rendezvous._count(wait)
-            rendezvous.drive(self._rank.enter(self.operation, reason), wait)
+            rendezvous._count(deadline)
+            rendezvous.drive(self._rank.enter(self.operation, reason), deadline)
         except Ended as ended:  # raised at the first barrier, or while this rank works
             self.decision, self._ended = ended.decision, True
             return
@@ -466,7 +466,7 @@ class Round:
         if report:
             key = self._of_recovery("reports")
             line = json.dumps([rendezvous.rank, report]) + "\n"
-            rendezvous.ask(lambda store: append(store, key, line), wait)
+            rendezvous.ask(lambda store: append(store, key, line), deadline)
 
     # -- barriers ---------------------------------------------------------------------------
 
@@ -508,14 +508,14 @@ class Round:
             raise self._error()
         if self._ended or self.phase != phase:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
-        wait = self._wait()
+        deadline = self._deadline()
         self.since, confirmed = time.time(), self._rank.confirmed
         self.run_hooks("before")
         self.waiting = True
         steps = self._rank.barrier(share, flags, ends=phase == self._phases[-1])
         try:
             self.check()
-            decision: Decision = self._rendezvous.drive(steps, wait, self)
+            decision: Decision = self._rendezvous.drive(steps, deadline, self)
         except (Ended, GaveUp) as error:
             decision = self._leave(error, plan=plan)
             if decision.kind != "ok":
@@ -528,10 +528,10 @@ class Round:
             self.waiting, self.since = False, time.time()
         self.number = self._rank.number
         if not confirmed or (self._passed == 0 and self.operation == "recover"):
-            self._rendezvous.watch(wait)  # all are in the list of this host
+            self._rendezvous.watch(deadline)  # all are in the list of this host
         self.run_hooks("after")
         self._passed += 1
-        wait.log_end()
+        deadline.log_end()
         return decision
 
     def disagree(self, text: str) -> NoReturn:
@@ -550,7 +550,7 @@ class Round:
     def run(
         self,
         phase: str,
-        work: Callable[[Attempt, int], object],
+        work: Callable[[CancelToken, int], object],
         doing: Callable[[], str],
         threads: int = 1,
     ) -> None:
@@ -568,32 +568,32 @@ class Round:
             RendezvousTimeoutError: neither the work nor any other rank made progress for the
                 timeout.
         """
-        rendezvous, wait = self._rendezvous, Wait(self.operation, self.seconds, phase)
-        attempt = Attempt()
+        rendezvous, deadline = self._rendezvous, Deadline(self.operation, self.seconds, phase)
+        token = CancelToken()
         tasks: list[Task[object]] = []
-        self._work = attempt, tasks
+        self._work = token, tasks
         try:
             for index in range(threads):
-                tasks.append(Task(partial(work, attempt, index), self.operation))
+                tasks.append(Task(partial(work, token, index), self.operation))
             # Most work ends immediately, without a request to the store.
             pause, seen = min(0.2, self.seconds), self._advanced
             while True:
                 # The process may have been stopped in this pause: that time does not count.
-                with wait.pause(pause) as seconds:
+                with deadline.pause(pause) as seconds:
                     if _all_ended(tasks, seconds, self.interrupted):
                         return
                 pause, before, seen = rendezvous.pause_s, seen, self._advanced
                 if seen != before:
-                    wait.extend()
+                    deadline.extend()
                 self.check()  # the work may wait for a process that has ended
                 if self._ended:
                     raise self._error()
                 if not rendezvous.alone:
-                    rendezvous.drive(self._rank.look(), wait, self)
-                    rendezvous.extend(wait, seen - before)
-                wait.log(doing)
+                    rendezvous.drive(self._rank.look(), deadline, self)
+                    rendezvous.extend(deadline, seen - before)
+                deadline.log(doing)
                 # Progress since the last look restarts the timeout in the next pass.
-                if wait.left == 0 and self._advanced == seen:
+                if deadline.left == 0 and self._advanced == seen:
                     raise GaveUp(Decision("timeout", rendezvous.rank))
         except (Ended, GaveUp) as error:
             self._abandon()
@@ -605,9 +605,9 @@ class Round:
     def _abandon(self) -> None:
         """Abandon the work that has not ended. Idempotent."""
         if self._work is not None:
-            (attempt, tasks), self._work = self._work, None
-            attempt.abandon()
-            # No thread changes a group from here on: a result is committed within the attempt.
+            (token, tasks), self._work = self._work, None
+            token.cancel()
+            # No thread changes a group from here on: a result is committed while the token is held.
             self.unfinished += [(n, task) for n, task in enumerate(tasks) if not task.ended]
 
     def advance(self) -> None:
@@ -621,7 +621,7 @@ class Round:
         """
         lines = map(json.loads, self._read("reports").splitlines())
         text, key = summary([report for _, report in sorted(lines)]), self._of_recovery("summary")
-        self._rendezvous.ask(lambda store: store.set(key, text), self._wait())
+        self._rendezvous.ask(lambda store: store.set(key, text), self._deadline())
 
     def summary(self) -> str:
         """Read the summary. Call it after the second barrier."""
@@ -629,14 +629,14 @@ class Round:
 
     def _read(self, name: str) -> str:
         key = self._of_recovery(name)
-        return self._rendezvous.ask(lambda store: read(store, key), self._wait()) or ""
+        return self._rendezvous.ask(lambda store: read(store, key), self._deadline()) or ""
 
     def _of_recovery(self, name: str) -> str:
         return self._rank.key(name, self.number, 1)
 
-    def _wait(self) -> Wait:
+    def _deadline(self) -> Deadline:
         """The deadline of the next barrier."""
-        return Wait(self.operation, self.seconds, self.phase)
+        return Deadline(self.operation, self.seconds, self.phase)
 
     # -- the end ----------------------------------------------------------------------------
 
@@ -725,13 +725,13 @@ class Round:
         """
         # A separate deadline: that of the work may have passed. The first decision written counts.
         seconds = max(_NOTIFY_S, self._rendezvous.grace_s)
-        wait = Wait(self.operation, seconds, self.phase)
+        deadline = Deadline(self.operation, seconds, self.phase)
         rendezvous, decision = self._rendezvous, error.decision
         if isinstance(error, GaveUp) and self.number:
-            decision = rendezvous.drive(self._rank.end(decision), wait)
+            decision = rendezvous.drive(self._rank.end(decision), deadline)
         elif isinstance(error, GaveUp):
-            rendezvous._count(wait)
-            decision = rendezvous.drive(self._rank.refuse(self.operation, decision), wait)
+            rendezvous._count(deadline)
+            decision = rendezvous.drive(self._rank.refuse(self.operation, decision), deadline)
             self.number = self._rank.number
         if decision.kind == "ok":
             return decision
@@ -743,7 +743,7 @@ class Round:
         said = plan if decision.kind == "disagree" else doing
         steps = self._rank.close(decision, said, waits=waits, hosts=rendezvous.is_host())
         with suppress(ReloadpgError):  # the decision is known, without the names
-            self.decision = rendezvous.drive(steps, Wait(self.operation, seconds, self.phase))
+            self.decision = rendezvous.drive(steps, Deadline(self.operation, seconds, self.phase))
         return self.decision
 
     def _error(self) -> ReloadpgError:

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, Store
 from ..c10d import stores
 from ..errors import ReloadpgError
 from .decision import store_lost, store_silent
-from .worker_thread import LibraryThread, Task, Wait
+from .worker_thread import Deadline, LibraryThread, Task
 
 T = TypeVar("T")
 
@@ -129,15 +129,15 @@ class StoreClient:
     def ask(
         self,
         question: Callable[[Store], T],
-        wait: Wait,
+        deadline: Deadline,
         stopped: Callable[[], object] = lambda: None,
     ) -> T:
         """Send a request in the client's thread. Blocking, with a timeout; handles signals.
 
         Args:
             question: called with the store; raises only what the store raises. It may block until
-                ``wait`` ends.
-            wait: the deadline; the store has ``_GRACE_S`` more to respond.
+                ``deadline`` ends.
+            deadline: when to give up; the store has ``_GRACE_S`` more to respond.
             stopped: called every second; the request is abandoned if it raises.
 
         Raises:
@@ -151,7 +151,7 @@ class StoreClient:
         connection, self._connection = cast(_Connection, self._connection), None
         try:
             answer = connection.send(question)
-            self._await(answer, wait, stopped)
+            self._await(answer, deadline, stopped)
             error = answer.exception()
         except BaseException:
             connection.dismiss()
@@ -161,25 +161,27 @@ class StoreClient:
         else:  # a signal handler has asked, too
             connection.dismiss()
         if isinstance(error, RuntimeError) and not isinstance(error, ReloadpgError):
-            raise store_lost(wait.operation, wait.phase, error) from error
+            raise store_lost(deadline.operation, deadline.phase, error) from error
         return answer.result()
 
-    def _await(self, answer: Future[Any], wait: Wait, stopped: Callable[[], object]) -> None:
+    def _await(
+        self, answer: Future[Any], deadline: Deadline, stopped: Callable[[], object]
+    ) -> None:
         """Wait for the answer to a request."""
-        limit, woken = wait, threading.Event()
+        limit, woken = deadline, threading.Event()
         self._woken = woken
         answer.add_done_callback(lambda _: woken.set())
         while not answer.done():
             if limit.left == 0:
-                if limit is not wait:
+                if limit is not deadline:
                     raise store_silent(
-                        wait.operation,
-                        wait.phase,
-                        seconds=wait.seconds,
+                        deadline.operation,
+                        deadline.phase,
+                        seconds=deadline.seconds,
                         rank=self._rank,
                         size=self._size,
                     )
-                limit = Wait(wait.operation, _GRACE_S)
+                limit = Deadline(deadline.operation, _GRACE_S)
             with limit.pause(_LOOK_S) as seconds:
                 woken.wait(seconds)
             woken.clear()

@@ -129,7 +129,7 @@ class LibraryThread(threading.Thread):
                 ) from error
 
 
-class Wait:
+class Deadline:
     """A deadline: a number of seconds without progress. Logs long waits. Thread-safe.
 
     Args:
@@ -197,29 +197,29 @@ class Wait:
         return f"{self.operation}, phase {self.phase}" if self.phase else self.operation
 
 
-class Attempt:
+class CancelToken:
     """A cancellation token: whether the result of some work is still wanted.
 
-    Abandoned work may return much later. It commits its result within ``with attempt as wanted``,
-    during which it cannot be abandoned, and drops the result if ``wanted`` is False.
+    Cancelled work may return much later. It commits its result within ``with token as wanted``,
+    during which it cannot be cancelled, and drops the result if ``wanted`` is False.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._abandoned = False
+        self._cancelled = False
 
     @property
-    def abandoned(self) -> bool:
-        return self._abandoned
+    def cancelled(self) -> bool:
+        return self._cancelled
 
-    def abandon(self) -> None:
-        """Abandon the work. Blocks while a commit is in progress."""
+    def cancel(self) -> None:
+        """Cancel the work. Blocks while a commit is in progress."""
         with self._lock:
-            self._abandoned = True
+            self._cancelled = True
 
     def __enter__(self) -> bool:
         self._lock.acquire()
-        return not self._abandoned
+        return not self._cancelled
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

@@ -17,7 +17,7 @@ import reloadpg
 from reloadpg.lifecycle import operation as lifecycle_operation
 from reloadpg.lifecycle.destroy import Releases
 from reloadpg.lifecycle.job import jobs
-from reloadpg.rendezvous.worker_thread import Attempt
+from reloadpg.rendezvous.worker_thread import CancelToken
 from reloadpg.testing import simulated
 
 
@@ -90,10 +90,10 @@ def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
     job = Job(subgroups=[(0, 1)])
 
     class LateWorker:
-        attempt = Attempt()
+        token = CancelToken()
 
         def __iter__(self) -> Iterator[Any]:
-            self.attempt.abandon()
+            self.token.cancel()
             yield job.groups["g0"]
 
     worker: Any = LateWorker()

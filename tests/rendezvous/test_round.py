@@ -23,7 +23,7 @@ from reloadpg.c10d import stores, tables
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.round import Interrupted, Rendezvous
-from reloadpg.rendezvous.worker_thread import Wait
+from reloadpg.rendezvous.worker_thread import Deadline
 from reloadpg.settings import LOG_WAIT
 
 pytestmark = pytest.mark.matrix
@@ -33,7 +33,7 @@ def job_on(stores: Sequence[Store]) -> Job:
     """A job whose ranks are connected, so slow host name lookups do not count as waits."""
     size = len(stores)
     job = Job([Rendezvous(lambda own=own: own, rank, size) for rank, own in enumerate(stores)])  # type: ignore[misc]
-    job.run(lambda rdv: rdv.ask(lambda _: None, Wait("connecting", 30)))
+    job.run(lambda rdv: rdv.ask(lambda _: None, Deadline("connecting", 30)))
     return job
 
 
@@ -145,10 +145,10 @@ def test_work_that_ends_after_its_operation_is_not_committed(end: str) -> None:
     """The operation times out, or its caller tells it to end."""
     release, ended, begun, committed = *(threading.Event() for _ in range(3)), []
 
-    def work(attempt: Any, _: int) -> None:
+    def work(token: Any, _: int) -> None:
         begun.set()
         release.wait(SOON)
-        with attempt as wanted:
+        with token as wanted:
             committed.append(wanted)
         ended.set()
 
@@ -177,7 +177,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
         rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
         round_ = rdv.open("reload", ("rebuilt",), 5.0)
 
-        def work(attempt: Any, _: int) -> None:
+        def work(token: Any, _: int) -> None:
             if rdv.rank == 0:
                 for _ in range(steps):
                     time.sleep(step)
@@ -202,7 +202,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
     def work_alone() -> None:
         round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), 5.0)
 
-        def work(attempt: Any, _: int) -> None:
+        def work(token: Any, _: int) -> None:
             for _ in range(steps):
                 time.sleep(step)
                 round_.advance()
@@ -245,7 +245,7 @@ def test_few_ranks_of_a_large_job_look_for_missing_ones(rank: int, named: str) -
     prefixed = PrefixStore("reloadpg", store)
     prefixed.set(rendezvous.state.key("here"), here)
     assert round_.number
-    assert rendezvous._missing(Wait("offload", SOON)) == named
+    assert rendezvous._missing(Deadline("offload", SOON)) == named
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def test_a_request_without_a_response_does_not_block_later_requests() -> None:
     assert held.held
     assert not rdv.state.job
     try:
-        assert rdv.ask(lambda _: "answered", Wait("next", 20.0)) == "answered"
+        assert rdv.ask(lambda _: "answered", Deadline("next", 20.0)) == "answered"
         rdv.count_job(20.0)
         assert rdv.state.job == 1
     finally:
@@ -466,7 +466,7 @@ def test_a_reply_to_an_abandoned_request_changes_nothing() -> None:
         state = vars(rdv.state).copy()
     finally:
         ended.set()
-    rdv.end(Wait("the end", SOON))
+    rdv.end(Deadline("the end", SOON))
     for thread in {*threading.enumerate()} - others:
         thread.join(SOON)
     assert vars(rdv.state) == state
@@ -548,7 +548,7 @@ def test_keys_and_threads_do_not_accumulate() -> None:
 
     def left() -> tuple[int, int]:
         job.run(two_barriers)
-        keys = job.ranks[0].ask_root(lambda store: store.num_keys(), Wait("keys", SOON))
+        keys = job.ranks[0].ask_root(lambda store: store.num_keys(), Deadline("keys", SOON))
         return keys, len({*threading.enumerate()} - others)
 
     before = left()

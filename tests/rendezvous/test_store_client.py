@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 import reloadpg
 from reloadpg.rendezvous.store_client import StoreClient, StorePool
-from reloadpg.rendezvous.worker_thread import Wait
+from reloadpg.rendezvous.worker_thread import Deadline
 from reloadpg.testing import run_ranks
 
 
@@ -28,11 +28,11 @@ def _stopped_after_the_deadline(rank, world_size):
     # Continues this process 4 s after it has closed the pipe and stopped itself.
     command = f"read _; while sleep 4 && kill -CONT {os.getpid()}; do :; done"
     waker = subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE)
-    pause, pauses = Wait.pause, []
+    pause, pauses = Deadline.pause, []
 
-    def counted(wait, *args):
-        pauses.append(wait)
-        return pause(wait, *args)
+    def counted(deadline, *args):
+        pauses.append(deadline)
+        return pause(deadline, *args)
 
     def until_the_next_pause():
         before = len(pauses)
@@ -47,9 +47,11 @@ def _stopped_after_the_deadline(rank, world_size):
         return own.add("answers", 1)
 
     client = StoreClient(lambda: store)
-    client.ask(lambda own: None, Wait("connect", 60.0))  # the server looks up a host name for it
-    Wait.pause = counted
-    return client.ask(answer, Wait("test", 0.1))
+    client.ask(
+        lambda own: None, Deadline("connect", 60.0)
+    )  # the server looks up a host name for it
+    Deadline.pause = counted
+    return client.ask(answer, Deadline("test", 0.1))
 
 
 @pytest.mark.slow
@@ -130,12 +132,12 @@ from reloadpg.errors import RendezvousTimeoutError
 from reloadpg.rendezvous.store_client import StoreClient
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 client = StoreClient(lambda: store)
-client.ask(lambda own: own.set("key", "value"), worker_thread.Wait("connect", 60.0))
+client.ask(lambda own: own.set("key", "value"), worker_thread.Deadline("connect", 60.0))
 print("connected", flush=True)
 sys.stdin.readline()
 worker_thread._EXIT_S = 0.1
 try:
-    client.ask(lambda own: own.get("key"), worker_thread.Wait("test", 0.1))
+    client.ask(lambda own: own.get("key"), worker_thread.Deadline("test", 0.1))
 except RendezvousTimeoutError:
     print("silent", left(), flush=True)
 """
