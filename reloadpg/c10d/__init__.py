@@ -1,7 +1,8 @@
 """Every use of torch's private names, and every branch on torch's version.
 
 Seen on torch 2.8.0, 2.13.0 and 2.15.0. The other packages use no name of torch with a leading
-underscore; a class of theirs that is a process group or a backend defines methods of such names.
+underscore, except the stand-in for CUDA, which uses the dispatcher; a class of theirs that is a
+process group or a backend defines methods of such names.
 :mod:`.needs` lists all names, and a torch without one that the core uses is refused here.
 """
 

@@ -12,15 +12,21 @@ take is not recorded; the calling frame decides. Nothing here runs in a collecti
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from ..c10d import backends, inspection, tables
 from ..reports import Borrowed
-from .loans import borrower
-from .managed import ManagedGroup
 from .offloaded import OffloadedBackend
+
+if TYPE_CHECKING:
+    from .managed import ManagedGroup
 
 POLICIES = ("refuse", "warn", "ignore")
 """Values of ``install(borrowed=...)``."""
@@ -41,14 +47,53 @@ _REFERENCED = frozenset({"_get_backend", "get_backend", "new_window"})
 
 _OF_BACKENDS = ("_comm_ptr", "comm_ptr", "new_window", "register_abort_hook", "register_mem_pool")
 
+OURS = ("torch.", f"{__name__.partition('.')[0]}.")
+_OURS_ALONE = frozenset(name[:-1] for name in OURS)
+THROUGH = frozenset({"get_backend_impl", "_new_window"})
+"""Functions of torch that return to their caller what they take out of a group."""
+
+
+@dataclass
+class Loan:
+    """What one line of a program has taken of the latest generation that it took it of.
+
+    Attributes:
+        known: what it is, and who took it.
+        things: the objects, while they are referenced; None if that cannot be known.
+    """
+
+    known: Borrowed
+    things: WeakSet[Any] | None
+
 
 def take(group: ManagedGroup, name: str, value: Any) -> Any:
     """Record the caller of a method of a group, and return what it gets. Local."""
-    frame = borrower(2)
-    if frame is not None and group.records and type(value) is not OffloadedBackend:
-        thing = value if name in _REFERENCED else None
-        group.loans.record(_KINDS[name], frame, group.generation, raw=name in _RAW, thing=thing)
+    frame = _borrower(2)
+    if frame is None or not group.records or type(value) is OffloadedBackend:
+        return value
+    what, path, line = _KINDS[name], frame.f_code.co_filename, frame.f_lineno
+    loan = group.loans.get((what, path, line))
+    if loan is None or loan.known.ended:
+        by, where = str(frame.f_globals.get("__name__", "?")), f"{os.path.basename(path)}:{line}"
+        known = Borrowed(group.name, what, by, where, group.generation, raw=name in _RAW)
+        loan = Loan(known, WeakSet() if name in _REFERENCED else None)
+        group.loans[what, path, line] = loan
+    if loan.things is not None:
+        loan.things.add(value)
     return value
+
+
+def _borrower(depth: int) -> FrameType | None:
+    """Return the calling frame, or None if it is torch's or this library's. Local, 0.2 us."""
+    frame: FrameType | None = sys._getframe(depth + 1)
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if not name.startswith(OURS) and name not in _OURS_ALONE:
+            return frame
+        if frame.f_code.co_name not in THROUGH:
+            return None
+        frame = frame.f_back
+    return None
 
 
 def recorders() -> Iterator[tuple[type, str, Callable[..., Any]]]:
@@ -63,7 +108,7 @@ def _recording(name: str, original: Any) -> Callable[..., Any]:
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         value = original.__get__(self, type(self))(*args, **kwargs)
-        if borrower(1) is not None and (group := _owner(self)) is not None:
+        if _borrower(1) is not None and (group := _owner(self)) is not None:
             return take(group, name, value)
         return value
 
@@ -83,16 +128,25 @@ def _owner(backend: Any) -> ManagedGroup | None:
     return None
 
 
+def is_of(known: Borrowed, package: str) -> bool:
+    """Whether a module that is this package, or is in it, has taken this."""
+    return f"{known.by}.".startswith(f"{package}.")
+
+
+def forget(group: ManagedGroup, package: str) -> None:
+    """Forget what a package or module has taken: a callback of it has dropped that. Local."""
+    for key, loan in list(group.loans.items()):
+        if is_of(loan.known, package):
+            group.loans.pop(key, None)
+
+
 def borrowed(groups: Iterable[ManagedGroup]) -> tuple[Borrowed, ...]:
     """List what other code holds of these groups. Local, from any thread."""
     rows = []
     shared = inspection.symmetric_memory_groups()
     for group in groups:
-        loans = group.known_loans
-        for loan in [] if loans is None else loans.held():
-            ended = loans is None or loan.life != loans.life
-            of = loan.generation
-            rows.append(Borrowed(group.name, loan.what, loan.by, loan.where, of, ended, loan.raw))
+        loans = list(group.loans.values())  # threads may take others
+        rows += [loan.known for loan in loans if loan.things is None or len(loan.things)]
         if group.name in shared and group.records:
             by, where, raw = shared[group.name]
             here = group.generation
@@ -100,4 +154,4 @@ def borrowed(groups: Iterable[ManagedGroup]) -> tuple[Borrowed, ...]:
     return tuple(rows)
 
 
-inspection.skip_in_compiled_code([take, borrower])
+inspection.skip_in_compiled_code([take, _borrower])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,12 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import backends, creation, inspection, tables
 from .creation import Construction
-from .loans import Loans
 from .offloaded import GroupState, Offloaded, UnderWay
 from .sets import TRAINER
 
 if TYPE_CHECKING:
     from ..c10d.backends import CppBackend
+    from .borrowed import Loan
     from .proxy import ReloadableProcessGroup
 
 
@@ -70,7 +70,7 @@ class ManagedGroup:
         under_way: the operation whose threads have exclusive use of the group; None if there is
             none.
         before_end: called before the group is destroyed for good.
-        known_loans: what its callers hold of it; None if nothing was taken.
+        loans: what its callers have taken, by kind, file and line.
         records: whether what its callers take out of it is recorded.
         calls: methods that were called on the live group, to repeat on the next one.
     """
@@ -83,7 +83,6 @@ class ManagedGroup:
     last_error = ""
     under_way: UnderWay | None = None
     before_end: Callable[[], object] | None = None
-    known_loans: Loans | None = None
     records = True
     _released: weakref.ref[ProcessGroup] | None = None
     _history: History | None = None
@@ -103,6 +102,7 @@ class ManagedGroup:
         self.desc = construction.desc
         self.backend_name = inner.name()
         self.names_in_store = [construction.name]
+        self.loans: dict[tuple[str, str, int], Loan] = {}
 
     @property
     def proxy(self) -> ReloadableProcessGroup:
@@ -133,13 +133,6 @@ class ManagedGroup:
         if history is None:  # two threads may be here at once
             history = self.__dict__.setdefault("_history", History())
         return history
-
-    @property
-    def loans(self) -> Loans:
-        loans = self.known_loans
-        if loans is None:
-            loans = self.__dict__.setdefault("known_loans", Loans())
-        return loans
 
     @property
     def has_hooks(self) -> bool:
@@ -312,7 +305,7 @@ class ManagedGroup:
     def disown(self) -> Any:
         """In a forked child: refuse the parent's communicator, and return all that refers to it."""
         parents = self.current, self.target
-        self.known_loans = None
+        self.loans = {}
         self.under_way = None
         self.state = GroupState.FAILED
         self.last_error = "This process was forked, and the communicator is its parent's."
@@ -347,8 +340,8 @@ class ManagedGroup:
     # -- steps of the above -----------------------------------------------------------------
 
     def _end_loans(self) -> None:
-        if self.known_loans is not None:
-            self.known_loans.end()
+        for loan in list(self.loans.values()):
+            loan.known = replace(loan.known, ended=True)
 
     def _put(self, current: Any) -> None:
         """Dispatch to this live group or placeholder from now on."""

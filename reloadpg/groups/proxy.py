@@ -22,10 +22,9 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import backends, creation, inspection, tables
 from ..errors import GroupPickleError
-from .borrowed import take
+from .borrowed import OURS, THROUGH, take
 from .creation import Construction
 from .dispatch import Dispatch
-from .loans import OURS, THROUGH
 from .managed import ManagedGroup
 from .offloaded import GroupState as GroupState
 
@@ -40,7 +39,7 @@ class ReloadableProcessGroup(Dispatch):
     ``group_name``, rank and size never change. Copying returns the same object. A pickle holds the
     group's name, which the receiving process resolves.
 
-    It has the attributes of ``ProcessGroup``, overrides of three of its methods in C++, and these:
+    It has the attributes of ``ProcessGroup``, an override of one of its methods in C++, and these:
 
     Attributes:
         generation: the job's number of reloads, of any set, when its communicator was built; 0 if
@@ -78,13 +77,7 @@ class ReloadableProcessGroup(Dispatch):
     def size(self) -> int:
         return self._size
 
-    # These three override virtual methods of ProcessGroup in C++, which pybind11 looks up by their
-    # C++ names, as often as C++ needs rank and size. A failed lookup costs 0.6 us each time
-    # (get_world_size took 3.5 times as long); a C function is found at once.
-    getRank = ProcessGroup.__dict__["rank"]  # noqa: N815
-    getSize = ProcessGroup.__dict__["size"]  # noqa: N815
-
-    # In C++ it returns the name of a backend, and raises without one.
+    # It overrides a virtual method of C++, by its name there, which raises without a backend.
     def getGroupName(self) -> str:  # noqa: N802
         return self._managed.construction.name
 

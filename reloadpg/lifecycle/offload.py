@@ -10,6 +10,7 @@ from typing import Literal, overload
 from ..c10d import backends as c10d_backends
 from ..c10d import devices, nccl
 from ..c10d.nccl import release_cautions
+from ..groups.borrowed import forget
 from ..groups.managed import ManagedGroup
 from ..groups.sets import Chosen
 from ..reports import Report
@@ -167,9 +168,8 @@ def _prepare(
 def _forget_told(groups: list[ManagedGroup]) -> None:
     """Forget what libraries have taken out of these groups that have dropped it in a callback."""
     for group in groups:
-        if group.known_loans is not None:
-            for package in callbacks.packages_of(group.proxy):
-                group.known_loans.forget(package)
+        for package in callbacks.packages_of(group.proxy):
+            forget(group, package)
 
 
 def _quiesce(op: Operation) -> None:

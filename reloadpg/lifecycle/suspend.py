@@ -20,9 +20,8 @@ from torch.distributed import ProcessGroup
 from ..c10d import backends as c10d_backends
 from ..c10d import devices, nccl
 from ..errors import BorrowedError, InsufficientMemoryError
-from ..groups.borrowed import borrowed
+from ..groups.borrowed import borrowed, is_of
 from ..groups.creation import Construction
-from ..groups.loans import is_part
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..rendezvous.plan import SHUT_DOWN
@@ -149,7 +148,7 @@ def refuse_borrowed(groups: Sequence[ManagedGroup], policy: str) -> None:
     for group in groups:
         dropped = callbacks.packages_of(group.proxy)
         for loan in borrowed([group]):
-            if loan.raw and not loan.ended and not any(is_part(loan.by, name) for name in dropped):
+            if loan.raw and not loan.ended and not any(is_of(loan, name) for name in dropped):
                 held.append(str(loan))
     if held:
         raise BorrowedError(

@@ -34,9 +34,9 @@ def test_no_name_is_defined_that_the_installed_torch_lacks():
 
 
 def test_the_proxy_is_a_process_group_and_nothing_else():
-    """Beyond torch's names it has two attributes, and overrides of three methods of C++."""
+    """Beyond torch's names it has two attributes, and an override of one method of C++."""
     public = {name for name in dir(ReloadableProcessGroup) if not name.startswith("_")}
-    assert public - NAMES == {"generation", "state", "getGroupName", "getRank", "getSize"}
+    assert public - NAMES == {"generation", "state", "getGroupName"}
 
 
 def test_torch_looks_up_the_overrides_by_their_names_in_cpp():

@@ -24,9 +24,20 @@ from typing import Any
 
 import torch
 
-from ...c10d import inspection, needs, operators
+from ...c10d import inspection, needs
 
 _CPU = torch.device("cpu")
+_C: Any = torch._C
+
+_NATIVE = frozenset(
+    {
+        *("_local_scalar_dense", "_pin_memory", "is_pinned", "record_stream"),
+        *("resize_", "set_", "_efficientzerotensor", "_copy_from", "_copy_from_and_resize"),
+        *("_has_same_storage_numel", "_cudnn_init_dropout_state"),
+        *("empty", "empty_strided", "_empty_affine_quantized", "_cslt_compress"),
+    }
+)
+"""Operators that compute nothing, by name without overload."""
 _DRAWS_PER_CALL = 4
 """Increment of a CUDA generator's offset per random operator; offsets are multiples of four."""
 
@@ -49,10 +60,10 @@ def activate() -> None:
     _skip_in_compiled_code()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of overridden kernels, which are intended
-        for full in operators.registered_for("CUDA"):
+        for full in list(_C._dispatch_get_registrations_for_dispatch_key("CUDA")):
             namespace, _, name = full.partition("::")
             base, _, overload = name.partition(".")
-            if namespace == "aten" and base not in operators.NATIVE:
+            if namespace == "aten" and base not in _NATIVE:
                 kernel = _Kernel(base, overload)
                 if not kernel.makes_view:
                     library.impl(name, kernel.run, "CUDA", allow_override=True)
@@ -73,7 +84,7 @@ class _Kernel:
     def __init__(self, base: str, overload: str) -> None:
         self._names = base, overload or "default"
         self._op: Any = None
-        schema = operators.schema_of(f"aten::{base}", overload)
+        schema = _C._get_schema(f"aten::{base}", overload)
         self._arguments = [argument.name for argument in schema.arguments]
         self._written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
         sources = {
@@ -92,7 +103,7 @@ class _Kernel:
         self.makes_view = not self._written and any(self._returned)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        with operators.without_torch_function():
+        with _C.DisableTorchFunction():
             if self._op is None:  # looked up at the first call: a thousand look-ups take a second
                 self._op = getattr(getattr(torch.ops.aten, self._names[0]), self._names[1])
             given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
@@ -197,7 +208,7 @@ def alias(value: torch.Tensor) -> torch.Tensor:
     storage = value.untyped_storage()
     if storage.nbytes() == 0:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_CPU)
-    own = operators.storage_at(storage.data_ptr(), _CPU, storage.nbytes())
+    own = _C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
     return torch.empty(0, dtype=value.dtype, device=_CPU).set_(
         own, value.storage_offset(), value.size(), value.stride()
     )
@@ -205,7 +216,7 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """``copy_``: torch's own, asynchronous one for contiguous copies; otherwise on the host."""
-    with operators.without_torch_function():
+    with _C.DisableTorchFunction():
         plain = (
             target.dtype == source.dtype
             and target.size() == source.size()
@@ -227,4 +238,4 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 def _copy_of_all(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     op: Callable[..., torch.Tensor] = torch.ops.aten.copy_.default.redispatch
-    return op(operators.keys_of("XPU"), target, source, non_blocking)
+    return op(_C.DispatchKeySet(_C.DispatchKey.XPU), target, source, non_blocking)
