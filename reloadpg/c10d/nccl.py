@@ -20,8 +20,8 @@ register     no rank                               NCCL's source (``ncclCommRegi
 deregister   no rank                               the same
 ============ ===================================== =========================================
 
-The second fact is the lock that the backend holds in these calls: :data:`LOCKS`. It decides how the
-calls that wait are made:
+The second fact is the lock that the backend holds in these calls: :data:`SHARES_LOCK`. It decides
+how the calls that wait are made:
 
 * The lock of one communicator: in parallel threads.
 * A lock that other communicators share: not while it is held. ``ProcessGroupNCCL2`` (the default
@@ -46,7 +46,6 @@ import ctypes
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -63,28 +62,19 @@ from .needs import describe_needs, missing
 # -- locks --------------------------------------------------------------------------------------
 
 
-class Lock(Enum):
-    """What shares the lock that a backend holds in a call of its communication library."""
+SHARES_LOCK = frozenset({"ProcessGroupNCCL2", "ProcessGroupNCCLLazy"})
+"""The classes of backends whose communicators share a lock with all that were split from them.
 
-    COMMUNICATOR = "one communicator"
-    FAMILY = "a communicator and all that were split from it"
-    UNKNOWN = "unknown"
-
-
-LOCKS = {
-    "ProcessGroupGloo": Lock.COMMUNICATOR,
-    "ProcessGroupNCCL": Lock.COMMUNICATOR,  # NCCLComm::mutex_
-    "ProcessGroupNCCL2": Lock.FAMILY,  # NcclApi::api_mutex_; a split takes its parent's
-    "ProcessGroupNCCLLazy": Lock.FAMILY,
-}
-"""The lock by the class of the backend object; that of any other class is unknown.
+It is ``NcclApi::api_mutex_`` there; a split takes its parent's. In ``ProcessGroupNCCL``
+(``NCCLComm::mutex_``) and in gloo each communicator has a separate one. That of any other class is
+unknown.
 
 Observed with a call that hangs in one group (an injected fault) and calls of other groups, on
 torch 2.8.0 and on both engines of 2.15.0, over stand-ins for CUDA and NCCL.
 """
 
 _KNOWN_NAMES = frozenset({"gloo", "nccl", "nccl-legacy", "nccl2", "nccl-lazy"})
-"""The names under which torch creates these classes."""
+"""The names under which torch creates backends whose locks are known."""
 
 
 def needs_one_thread(names: Iterable[str]) -> bool:
@@ -94,7 +84,7 @@ def needs_one_thread(names: Iterable[str]) -> bool:
 
 def shares_lock(backends: Iterable[Any]) -> bool:
     """Whether a split of one of these backends uses the lock of its parent."""
-    return any(LOCKS.get(type(backend).__name__) is Lock.FAMILY for backend in backends)
+    return any(type(backend).__name__ in SHARES_LOCK for backend in backends)
 
 
 # -- variables of the environment on which recovery and releases depend -------------------------

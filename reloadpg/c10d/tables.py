@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, cast
@@ -115,7 +115,6 @@ def device_backends(group: ProcessGroup) -> dict[str, str]:
     return dict(_devices_of(str(config)))
 
 
-@cache
 @lru_cache(maxsize=64)  # a job has thousands of groups, and a few configurations
 def _devices_of(config: str) -> Mapping[str, str]:
     pairs = [pair.split(":", 1) for pair in config.split(",") if ":" in pair]
@@ -278,13 +277,9 @@ def close_coalescing(group: ProcessGroup) -> None:
                 cast(Any, group)._end_coalescing(torch.device(device))
 
 
-def drop_generation(proxy: ProcessGroup) -> None:
-    _flight_recorder_hooks().pop(proxy, None)
-
-
-def discard_generation(inner: ProcessGroup) -> None:
-    """Remove c10d's entries of a rebuilt group that is discarded. Local, idempotent."""
-    _flight_recorder_hooks().pop(inner, None)
+def drop_generation(group: ProcessGroup) -> None:
+    """Remove what c10d keeps of a generation by its group or its proxy. Local, idempotent."""
+    _flight_recorder_hooks().pop(group, None)
 
 
 def _flight_recorder_hooks() -> dict[Any, Any]:

@@ -192,7 +192,7 @@ def let_go(released: list[Any], *, aborted: bool) -> None:
 
 def discard(inner: ProcessGroup) -> None:
     """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
-    tables.discard_generation(inner)
+    tables.drop_generation(inner)
     monitored = backends.monitored_backends(inner)
     with suppress(RuntimeError):
         inner.abort()

@@ -78,7 +78,7 @@ def test_the_lock_of_each_engine(engine: str, reloaded: bool, bound: bool, rank:
     assert summed(first, rank) == summed(second, rank) == 3.0
     device = torch.device("cuda", rank)
     backend = type(second._get_backend(device)).__name__  # type: ignore[attr-defined]
-    shares = not reloaded and nccl.LOCKS[backend] is nccl.Lock.FAMILY
+    shares = not reloaded and backend in nccl.SHARES_LOCK
     with standins.inject(Fault("hang", "destroy", times=1)):
         destroy = Running(first._managed.communicator.shutdown)  # type: ignore[attr-defined]
         assert destroy.is_blocked
