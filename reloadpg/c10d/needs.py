@@ -30,8 +30,8 @@ class Need(NamedTuple):
         why: what does not work without it.
         capability: ``core``, or what is off without it.
         since, until: the first and the last version seen in which it is used; None for all.
-        parameters: a function's leading parameters, which are passed by position; after a ``*``
-            those that are passed by name.
+        parameters: a function's leading parameters, which are passed by position.
+        named: its parameters that are passed by name.
     """
 
     owner: str
@@ -41,10 +41,15 @@ class Need(NamedTuple):
     since: Version | None = None
     until: Version | None = None
     parameters: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
         return f"{self.owner.replace(':', '.')}.{self.name}"
+
+    def __str__(self) -> str:
+        passed = ", ".join((*self.parameters, *self.named))
+        return f"{self.path}{f'({passed})' if passed else ''} ({self.why})"
 
     def applies_to(self, version: Version) -> bool:
         """Whether the name is used in this version of torch."""
@@ -62,11 +67,13 @@ def _function(
     why: str,
     name: str,
     parameters: str,
+    named: str = "",
     since: Version | None = None,
     until: Version | None = None,
 ) -> Need:
     """The row of a function of ``distributed_c10d`` with the parameters that are passed."""
-    return Need(_C10D, name, why, "core", since, until, tuple(parameters.split()))
+    passed = tuple(parameters.split()), tuple(named.split())
+    return Need(_C10D, name, why, "core", since, until, *passed)
 
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -90,7 +97,7 @@ NEEDS: tuple[Need, ...] = (
         "new_group",
         "ranks timeout backend pg_options use_local_synchronization group_desc",
     ),
-    _function(_PATCHED, "new_group", "* sort_ranks", since=(2, 13)),
+    _function(_PATCHED, "new_group", "", "sort_ranks", since=(2, 13)),
     _function(_PATCHED, "_new_group_with_tag", "ranks"),
     _function(_PATCHED, "split_group", "parent_pg split_ranks"),
     _function(_PATCHED, "init_process_group", "backend"),
@@ -109,7 +116,7 @@ NEEDS: tuple[Need, ...] = (
     *_names(_VALUES, f"{_C10D}:GroupMember", "NON_GROUP_MEMBER"),
     *_names(_BATCHES, _C10D, "batch_isend_irecv"),
     _function(_BATCHES, "_check_p2p_op_list", "p2p_op_list", until=(2, 13)),
-    _function(_BATCHES, "_coalescing_manager", "group device * async_ops", until=(2, 13)),
+    _function(_BATCHES, "_coalescing_manager", "group device", "async_ops", until=(2, 13)),
     # -- the tables in which a reloadable group takes the place of torch's
     *_names(_PLACE, _C10D, "_world"),
     *_names(
@@ -254,21 +261,16 @@ def _has_parameters(need: Need, function: Any) -> bool:
     while (wrapped := getattr(function, "__wrapped__", None)) is not None:
         function = wrapped
     code = getattr(function, "__code__", None)
-    if code is None or not need.parameters:
+    if code is None:
         return True
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    leading, _, named = " ".join(need.parameters).partition("*")
-    positional = known[: min(code.co_argcount, len(leading.split()))]
-    return leading.split() == list(positional) and set(named.split()) <= set(known)
+    positional = known[: min(code.co_argcount, len(need.parameters))]
+    return need.parameters == positional and set(need.named) <= set(known)
 
 
 def describe_needs(rows: Iterable[Need]) -> str:
     """The rows as text, with what does not work without each."""
-    return "; ".join(f"{need.path}{_shown(need.parameters)} ({need.why})" for need in rows)
-
-
-def _shown(parameters: tuple[str, ...]) -> str:
-    return f"({', '.join(parameters)})" if parameters else ""
+    return "; ".join(map(str, rows))
 
 
 def refuse_missing(what: str, capability: str = "core", nothing: str = "changed") -> None:

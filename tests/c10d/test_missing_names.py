@@ -23,7 +23,7 @@ from reloadpg.errors import UnsupportedTorchError
 reloadpg.install  # noqa: B018 - imported once, and not in each forked process
 EXPECTED = [need for need in needs.NEEDS if need.applies_to(needs.torch_version())]
 CORE = [need for need in EXPECTED if need.capability == "core"]
-FUNCTIONS = [need for need in CORE if need.parameters]
+FUNCTIONS = [need for need in CORE if need.parameters or need.named]
 
 
 def owner_of(need: Need) -> Any:
