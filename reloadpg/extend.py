@@ -7,7 +7,7 @@ only with a note in the changelog.
 
 * Groups: :class:`GroupState`, :class:`ManagedGroup`, :func:`managed`, :func:`managed_groups`,
   :func:`new_plain_group`, :func:`rename_backends`; sets of groups:
-  :class:`Chosen`, :func:`check_name`, ``TRAINER``.
+  :func:`named_sets`, :func:`check_name`, :func:`declared_sets`, :func:`concerns`, ``TRAINER``.
 * Operations in steps: :class:`Operation`, then :func:`run` with the steps of an offload
   (:func:`release`) or of a reload (:func:`restore`), with ``wait=False`` as :class:`Pending`;
   :class:`Block`; :func:`check_group`, :func:`validate` and
@@ -26,8 +26,9 @@ from .groups.offloaded import GroupState as GroupState
 from .groups.proxy import managed as managed
 from .groups.registry import registry
 from .groups.sets import TRAINER as TRAINER
-from .groups.sets import Chosen as Chosen
 from .groups.sets import check_name as check_name
+from .groups.sets import concerns as concerns
+from .groups.sets import named_sets as named_sets
 from .groups.wrappers import new_plain_group as new_plain_group
 from .groups.wrappers import rename_backends as rename_backends
 from .lifecycle.block import Block as Block
@@ -55,11 +56,16 @@ from .rendezvous.worker_thread import LibraryThread as LibraryThread
 is_inherited = registry.is_inherited
 managed_groups = registry.managed
 
+
+def declared_sets() -> frozenset[str]:
+    """All sets: the trainer's, and those that the installation declares. Local."""
+    return registry.sets
+
+
 __all__ = [
     "TRAINER",
     "Block",
     "Callback",
-    "Chosen",
     "Connect",
     "GroupState",
     "Installation",
@@ -73,11 +79,14 @@ __all__ = [
     "callbacks",
     "check_group",
     "check_name",
+    "concerns",
+    "declared_sets",
     "free_bytes",
     "in_use",
     "is_inherited",
     "managed",
     "managed_groups",
+    "named_sets",
     "new_plain_group",
     "register",
     "release",

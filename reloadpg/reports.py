@@ -165,8 +165,7 @@ class Report:
         moments_ms: the time of each moment of ``memory``, in milliseconds since the start.
         faults: of ``recover``, the faults that ranks reported, ranks that were late in a group
             first; equal on all ranks, at most 32. Ranks without a fault are omitted.
-        sets: the sets that it was called for: ``all``, their names separated by commas, or ``all
-            but`` and names.
+        sets: the sets that it was called for: ``all``, or their names separated by commas.
         borrowed: what other code holds of the groups of this operation; see :class:`Borrowed`.
     """
 
@@ -268,8 +267,7 @@ class Report:
             "failed": bool(self.error),
             "generation": self.generation,
         }
-        every = self.sets == "all" or self.sets.startswith("all but ")
-        of = self.operation if every else f"{self.operation}/{self.sets}"
+        of = self.operation if self.sets == "all" else f"{self.operation}/{self.sets}"
         return {f"{of}/{k}": v for k, v in values.items() if v is not None}
 
     def details(self) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import ContextDecorator
 
-from ..errors import InvalidOptionError
-from ..texts import did_you_mean
 from .registry import registry
-from .sets import TRAINER, check_name, open_regions
+from .sets import check_name, open_regions
 
 
 class region(ContextDecorator):  # noqa: N801 - used like a function
@@ -40,25 +38,10 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
 
     def __enter__(self) -> None:
         if registry.options is not None and self._name is not None:
-            named = tuple(name for name, _ in registry.options.selection.sets if name)
-            refuse_undeclared([self._name], named, "region")
+            selection = registry.options.selection
+            if (self._name, None) not in selection.sets:  # a set whose groups bypass
+                selection.refuse_undeclared([self._name], "region")
         open_regions.set((*open_regions.get(), self._name))
 
     def __exit__(self, *_: object) -> None:
         open_regions.set(open_regions.get()[:-1])
-
-
-def refuse_undeclared(names: list[str], declared: tuple[str, ...], call: str) -> None:
-    """Refuse sets that ``install`` does not declare.
-
-    Raises:
-        InvalidOptionError: it lists the declared sets.
-    """
-    known = (TRAINER, *declared)
-    for name in names:
-        if name not in known:
-            raise InvalidOptionError(
-                f"{call}({name!r}): install(sets=...) declares no such set"
-                f"{did_you_mean(name, known)}; nothing was changed. Declared: "
-                f"{', '.join(known)}. Pass sets=[{name!r}] to install(), on all ranks."
-            )

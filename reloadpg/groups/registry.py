@@ -88,6 +88,11 @@ class Registry:
         """Whether nothing is installed, and ``RELOADPG=off`` makes all operations do nothing."""
         return self.options is None and is_off(os.environ)
 
+    @property
+    def sets(self) -> frozenset[str]:
+        """All sets: the trainer's, and those that the installation declares."""
+        return frozenset([TRAINER] if self.options is None else self.options.selection.set_names)
+
     def _begin_process(self) -> None:
         self.lock = threading.RLock()
         """Never held across a callback or a collective step."""

@@ -132,8 +132,19 @@ class Selection:
 
     @property
     def set_names(self) -> tuple[str, ...]:
-        """The declared sets, without the trainer's."""
-        return tuple(name for name, patterns in self.sets if name and patterns is not None)
+        """The trainer's set, and those that are declared."""
+        return (TRAINER, *[n for n, patterns in self.sets if n and patterns is not None])
+
+    def refuse_undeclared(self, names: Iterable[str], call: str) -> None:
+        """Refuse sets that ``install`` does not declare. Raises InvalidOptionError."""
+        known = self.set_names
+        for name in names:
+            if name not in known:
+                raise InvalidOptionError(
+                    f"{call}({name!r}): install(sets=...) declares no such set"
+                    f"{did_you_mean(name, known)}; nothing was changed. Declared: "
+                    f"{', '.join(known)}. Pass sets=[{name!r}] to install(), on all ranks."
+                )
 
     def managed_set(self, name: str | None) -> str | None:
         """Return the set, or None if a rule makes its groups bypass."""

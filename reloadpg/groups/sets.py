@@ -8,7 +8,7 @@ within a :class:`~.region.region` of that name, or by a package that ``install``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
@@ -51,49 +51,18 @@ def _no_set(call: str) -> InvalidOptionError:
     )
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The sets that an operation is for: ``names``, or all ``others``."""
-
-    names: frozenset[str] = frozenset()
-    others: bool = True
-
-    @classmethod
-    def of(cls, names: Iterable[str] | str, where: str) -> Chosen:
-        """Return the sets that a user named; all sets if none. Raises InvalidOptionError."""
-        given = as_names(names)
-        if given is None or "" in given:
-            shown = names[0] if isinstance(names, tuple) and len(names) == 1 else names
-            raise _no_set(f"{where}({shown!r})")
-        return cls(frozenset(given), others=not given)
-
-    def __contains__(self, name: str) -> bool:
-        return (name in self.names) != self.others
-
-    def without(self, other: Chosen) -> Chosen:
-        if not other.others:
-            if self.others:
-                return Chosen(self.names | other.names)
-            return Chosen(self.names - other.names, others=False)
-        names = other.names - self.names if self.others else self.names & other.names
-        return Chosen(names, others=False)
-
-    def overlaps(self, other: Chosen) -> bool:
-        return bool(self.without(Chosen(other.names, others=not other.others)))
-
-    def joined(self, names: Iterable[str]) -> Chosen:
-        given = frozenset(names)
-        return Chosen(self.names - given if self.others else self.names | given, self.others)
-
-    def __bool__(self) -> bool:
-        return self.others or bool(self.names)
-
-    def __str__(self) -> str:
-        names = ", ".join(sorted(self.names))
-        return (f"all but {names}" if names else "all") if self.others else names
+def named_sets(names: Iterable[str] | str, where: str) -> frozenset[str]:
+    """Return the sets that a user named; empty if none, for all. Raises InvalidOptionError."""
+    given = as_names(names)
+    if given is None or "" in given:
+        shown = names[0] if isinstance(names, tuple) and len(names) == 1 else names
+        raise _no_set(f"{where}({shown!r})")
+    return frozenset(given)
 
 
-ALL = Chosen()
+def concerns(named: Collection[str], sets: Collection[str]) -> bool:
+    """Whether what a user has registered for the named sets, or for all, is for one of these."""
+    return any(not named or name in named for name in sets)
 
 
 @dataclass(eq=False)
@@ -123,37 +92,3 @@ class SetState:
 
     def __str__(self) -> str:
         return f"{'offloaded' if self.offloaded else 'live'}, generation {self.generation}"
-
-
-class SetStates:
-    """The states of a job's sets, which are those that ``install`` declares: equal on all ranks."""
-
-    def __init__(self) -> None:
-        self._states = {TRAINER: SetState()}
-
-    def declare(self, names: Iterable[str]) -> None:
-        """Add sets, and forget those of an earlier installation. Local, idempotent."""
-        self._states = {name: self._states.get(name, SetState()) for name in (TRAINER, *names)}
-
-    def __getitem__(self, name: str) -> SetState:
-        return self._states.get(name, self._states[TRAINER])
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._states)
-
-    def all(self) -> list[SetState]:
-        return list(self._states.values())
-
-    def of(self, chosen: Chosen) -> list[SetState]:
-        """The states of the chosen sets. Local."""
-        return [state for name, state in self._states.items() if name in chosen]
-
-    def where(self, chosen: Chosen, holds: Callable[[SetState], bool]) -> Chosen:
-        """Return the chosen sets whose state satisfies ``holds``; all sets if each does. Local."""
-        found = [n for n, state in self._states.items() if n in chosen and holds(state)]
-        return ALL if len(found) == len(self._states) else Chosen(frozenset(found), others=False)
-
-    def plan(self) -> str:
-        """Return the states as text, equal on all ranks that have run the same operations."""
-        return "; ".join(f"{name}: {state}" for name, state in sorted(self._states.items()))

@@ -26,11 +26,12 @@ from ..errors import InvalidOptionError, ReloadpgError
 from ..extend import (
     TRAINER,
     Block,
-    Chosen,
     Connect,
     Operation,
     Pending,
     check_name,
+    concerns,
+    declared_sets,
     release,
     restore,
     run,
@@ -137,10 +138,9 @@ class colocated:  # noqa: N801 - used like a function
                 )
         self._engine_groups = engine_groups
         names = frozenset() if engine_groups is None else frozenset([engine_groups])
-        self._trainer_sets = Chosen(names, others=True)
         if saver is not None and not isinstance(saver, MemorySaver):
-            saver = MemorySaver(saver, sets=self._trainer_sets)
-        elif saver is not None and names and saver.sets.overlaps(Chosen(names, others=False)):
+            saver = MemorySaver(saver, sets=self._trainer_sets if names else ())
+        elif saver is not None and names and concerns(saver.sets, names):
             raise InvalidOptionError(
                 f"colocated(engine_groups={engine_groups!r}): the memory saver also checks that "
                 'set; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
@@ -153,6 +153,10 @@ class colocated:  # noqa: N801 - used like a function
         self.steps: list[tuple[str, float]] = []
         self.offload_report: Report | None = None
         self.reload_report: Report | None = None
+
+    @property
+    def _trainer_sets(self) -> frozenset[str]:
+        return declared_sets() - {self._engine_groups}
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool | None:
         """Wake more of the engine, within the block; without an engine, do nothing. Local.

@@ -12,14 +12,14 @@ right one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
 from ..errors import InvalidOptionError, ReloadpgError
-from ..extend import Callback, Chosen, add_check, callbacks, managed_groups, register
+from ..extend import Callback, add_check, callbacks, concerns, managed_groups, named_sets, register
 from ..texts import counted
 from . import framework
 
@@ -62,7 +62,7 @@ class MemorySaver:
         saver: Any = None,
         *,
         tags: Sequence[str] | None = None,
-        sets: Sequence[str] | str | Chosen | None = None,
+        sets: Iterable[str] | str | None = None,
     ) -> None:
         if isinstance(tags, str) or (tags is not None and not tags):
             raise InvalidOptionError(
@@ -89,16 +89,15 @@ class MemorySaver:
                     "Pass torch_memory_saver's object, or one with its methods."
                 )
         self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
-        if not isinstance(sets, Chosen):
-            sets = Chosen.of([sets] if isinstance(sets, str) else sets or (), "MemorySaver")
-        object.__setattr__(self, "sets", sets)
+        named = named_sets(() if sets is None else sets, "MemorySaver")
+        object.__setattr__(self, "sets", named)
         self._everything = False
         self._apart: set[str] = set()  # tags whose state differs from the rest
         self._untracked = False
-        self._watch = finalize(self, _watch(ref(self), sets).close)
+        self._watch = finalize(self, _watch(ref(self), named).close)
         self._watch.atexit = False
 
-    sets: Chosen
+    sets: frozenset[str]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -126,7 +125,7 @@ class MemorySaver:
         """
         if self.is_paused(tag):
             return
-        live = [g for g in managed_groups() if g.is_live and g.set_name in self.sets]
+        live = [g for g in managed_groups() if g.is_live and concerns(self.sets, [g.set_name])]
         if live and (tag is None or self._tags == (None,) or tag in self._tags):
             raise MemorySaverError(
                 f"pause(tag={tag!r}): {counted(len(live), 'group')} "
@@ -247,7 +246,7 @@ class MemorySaver:
             )
 
 
-def _watch(saver: ref[MemorySaver], sets: Chosen) -> ExitStack:
+def _watch(saver: ref[MemorySaver], sets: frozenset[str]) -> ExitStack:
     """Make offload and reload check a saver, if it still exists; closing the result undoes this.
 
     The check comes before the reload, since the saver's list cannot be corrected afterwards.

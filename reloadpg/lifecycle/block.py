@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ContextDecorator
 from functools import partial
 from typing import Any
 
 from ..errors import InvalidOptionError
 from ..groups.registry import registry
-from ..groups.sets import Chosen, SetState, SetStates
+from ..groups.sets import SetState, named_sets
 from ..rendezvous.worker_thread import exiting
 from ..reports import Report
 from ..settings import as_flag
@@ -68,13 +68,13 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
 
     def __init__(self, *sets: str, collect: bool = False, connect: Connect | None = None) -> None:
         super().__init__()
-        self._chosen = Chosen.of(sets, "offloaded")
+        self._named = named_sets(sets, "offloaded")
         validate(connect)
         self._collect = as_flag(collect, "offloaded(collect)", "nothing was changed")
         self._connect = connect
 
     def __enter__(self) -> Report:
-        block = Block(self._chosen)
+        block = Block(self._named)
         report = block.enter(self._collect, self._connect)
         self._blocks.append(block)
         return report
@@ -117,8 +117,8 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
         connect: Connect | None = None,
     ) -> None:
         super().__init__()
-        self._out, self._into = (Chosen.of(sets, "swapped") for sets in (out, into))
-        if self._out.overlaps(self._into):  # no name at all chooses all sets
+        self._out, self._into = (named_sets(sets, "swapped") for sets in (out, into))
+        if not self._out or not self._into or self._out & self._into:  # none chooses all sets
             raise InvalidOptionError(
                 f"swapped(out={out!r}, into={into!r}): the sets must differ; nothing was "
                 'changed. Pass for example out="trainer", into="engine".'
@@ -140,7 +140,7 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         block = self._blocks.pop()
-        unused = block.unused(self._into)
+        unused = block.unused()
         try:
             if unused and not block.is_void:
                 run(Operation("offload", unused), release)
@@ -160,29 +160,32 @@ class Block:
     reloads the set; so does one that found the set live within other blocks.
     """
 
-    def __init__(self, chosen: Chosen) -> None:
-        self._chosen = chosen
-        self._sets: SetStates | None = None
+    def __init__(self, named: frozenset[str]) -> None:
+        self._named, self._chosen = named, named or registry.sets
+        self._states: Mapping[str, SetState] | None = None
         self._counted: list[SetState] = []
         self._found_live: list[SetState] = []
-        self._used: list[SetState] = []
+        self._used: dict[str, SetState] = {}
         self._pid = os.getpid()
 
     @property
-    def due(self) -> Chosen:
+    def due(self) -> frozenset[str]:
         """The sets that the end of this block reloads: no other block needs them offloaded."""
-        if self._sets is None:
+        states = self._states
+        if states is None:
             return self._chosen
         counted = 1 if self._counted else 0
-        return self._sets.where(
-            self._chosen, lambda state: state in self._found_live or state.depth == counted
+        return frozenset(
+            name
+            for name in self._chosen
+            if states[name] in self._found_live or states[name].depth == counted
         )
 
     @property
     def is_offloaded(self) -> bool:
         """Whether groups of these sets are offloaded. Local."""
         job = jobs.current("an offloaded() block")
-        return job is not None and bool(job.sets.where(self.due, lambda state: state.offloaded))
+        return job is not None and any(job.sets[name].offloaded for name in self.due)
 
     def enter(self, collect: bool = False, connect: Connect | None = None) -> Report:
         """Offload. An interrupt at the end of a completed offload is raised after a reload.
@@ -191,10 +194,10 @@ class Block:
         ``connect``.
         """
         before, job = _cycles(), jobs.known
-        states = [] if job is None else job.sets.of(self._chosen)
+        states = [] if job is None else [job.sets[name] for name in self._chosen]
         found_live = [state for state in states if state.depth and not state.offloaded]
         try:
-            report = run(Operation("offload", self._chosen), partial(release, collect=collect))
+            report = run(Operation("offload", self._named), partial(release, collect=collect))
         except BaseException as error:
             if _cycles() != before:
                 self._count(found_live)
@@ -207,23 +210,23 @@ class Block:
         """Count this block."""
         job = jobs.known
         if job is not None:
-            self._sets, self._found_live = job.sets, found_live
-            self._counted = job.sets.of(self._chosen)
+            self._states, self._found_live = job.sets, found_live
+            self._counted = [job.sets[name] for name in self._chosen]
             for state in self._counted:
                 state.depth += 1
 
-    def use(self, chosen: Chosen) -> None:
+    def use(self, sets: frozenset[str]) -> None:
         """Note that these sets are live in this block."""
-        self._used = [] if self._sets is None else self._sets.of(chosen)
-        for state in self._used:
+        self._used = {} if self._states is None else {name: self._states[name] for name in sets}
+        for state in self._used.values():
             state.users += 1
 
-    def unused(self, chosen: Chosen) -> Chosen:
+    def unused(self) -> frozenset[str]:
         """The sets that are live in no other block; this one no longer uses them."""
-        used, self._used = self._used, []
-        for state in used:
+        used, self._used = self._used, {}
+        for state in used.values():
             state.users -= 1
-        return chosen if self._sets is None else self._sets.where(chosen, lambda s: not s.users)
+        return frozenset(name for name, state in used.items() if not state.users)
 
     @property
     def is_void(self) -> bool:
@@ -237,7 +240,8 @@ class Block:
         if self.is_void or not due:
             return
         try:
-            run(Operation("reload", due), partial(restore, how=connect))
+            named = self._named if due == self._chosen else due
+            run(Operation("reload", named), partial(restore, how=connect))
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:
                 raise

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ..c10d import tables
 from ..errors import InvalidOptionError
 from ..groups.registry import registry
-from ..groups.sets import ALL, Chosen
+from ..groups.sets import named_sets
 from ..reports import Report
 from ..texts import warn
 
@@ -29,14 +29,14 @@ class Callback(NamedTuple):
     Attributes:
         name: name for messages.
         function: called without arguments; with a group, with the group and its backend.
-        sets: the sets for whose operations it is called.
+        sets: the sets for whose operations it is called; empty for all.
         group: the group for whose generations it is called; None for every operation of the sets.
         package: whose handles of the group it drops; see :func:`on_generation`.
     """
 
     name: str
     function: Callable[..., object]
-    sets: Chosen = ALL
+    sets: frozenset[str] = frozenset()
     group: weakref.ref[ProcessGroup] | None = None
     package: str = ""
 
@@ -179,7 +179,7 @@ def on_generation(
     for moment, function in ((callbacks.offload, before), (callbacks.reload, after)):
         moment[:] = [entry for entry in moment if not entry.group or entry.group() is not None]
         if function is not None:
-            entry = Callback(name, function, ALL, weakref.ref(group), package)
+            entry = Callback(name, function, frozenset(), weakref.ref(group), package)
             removals.append(register(moment, entry))
 
     def end() -> None:
@@ -215,8 +215,8 @@ def _entry(
     callback: Callable[[], object], name: str, where: str, sets: Iterable[str] | str | None
 ) -> Callback:
     _check(callback, where)
-    chosen = Chosen.of(() if sets is None else sets, where)
-    return Callback(name or getattr(callback, "__qualname__", repr(callback)), callback, chosen)
+    named = named_sets(() if sets is None else sets, where)
+    return Callback(name or getattr(callback, "__qualname__", repr(callback)), callback, named)
 
 
 def register(registered: list[Any], entry: Any) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from ..groups.managed import ManagedGroup
 from ..groups.patches import Patches, patch_when_loaded
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection
+from ..groups.sets import TRAINER
 from ..groups.wrappers import manage_world
 from ..settings import IS_OFF, as_flag, as_integer, as_timedelta, refuse_unknown_variables
 from ..texts import counted, is_first_of_host, warn
@@ -251,6 +252,9 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
         registry.by_environment = by_environment
         registry.variables = variables
         os.environ.update({name: value for name, (value, _) in variables.items()})
+        for group in registry.managed():  # of an installation with other sets
+            if group.set_name not in registry.sets:
+                group.set_name = TRAINER
         try:
             manage_world(None)
         except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import Offloaded
 from ..groups.proxy import managed
 from ..groups.registry import registry
-from ..groups.sets import Chosen, SetStates
+from ..groups.sets import SetState
 from ..rendezvous.round import Rendezvous
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Deadline, Task, exiting
@@ -70,7 +71,7 @@ class Job:
 
     of: weakref.ref[ProcessGroup]
     rendezvous: Rendezvous
-    sets: SetStates = field(default_factory=SetStates)
+    sets: defaultdict[str, SetState] = field(default_factory=lambda: defaultdict(SetState))
     generation: int = 0
     cycles: int = 0
     unfinished: list[Unfinished] = field(default_factory=list)
@@ -80,7 +81,7 @@ class Job:
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
     last_error: str = ""
-    left_out: dict[str, Chosen] = field(default_factory=dict)
+    left_out: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def world(self) -> ProcessGroup:
@@ -91,7 +92,7 @@ class Job:
 
     @property
     def offloaded(self) -> bool:
-        return any(state.offloaded for state in self.sets.all())
+        return any(state.offloaded for state in list(self.sets.values()))
 
     def end(self) -> None:
         """End the job with its default group. Local; waits a limited time. Idempotent.

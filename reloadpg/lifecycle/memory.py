@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ..c10d import devices
-from ..groups.sets import ALL, Chosen
+from ..groups.sets import concerns
 from .callbacks import register
 
 logger = logging.getLogger("reloadpg")
@@ -38,7 +38,7 @@ class Source:
 
 
 _sources: dict[str, Source] = {}
-_checks: list[tuple[Callable[[], str | None], Chosen]] = []
+_checks: list[tuple[Callable[[], str | None], frozenset[str]]] = []
 # Only copies are iterated over: a signal handler may read them while they are changed.
 
 
@@ -47,8 +47,12 @@ def add_source(name: str, source: Source) -> None:
     _sources[name] = source
 
 
-def add_check(check: Callable[[], str | None], sets: Chosen = ALL) -> Callable[[], None]:
-    """Register a check at the end of each operation for these sets; it returns a warning or None.
+def add_check(
+    check: Callable[[], str | None], sets: frozenset[str] = frozenset()
+) -> Callable[[], None]:
+    """Register a check at the end of each operation for these sets, empty for all.
+
+    It returns a warning or None.
 
     Returns a function that removes it; idempotent.
     """
@@ -86,10 +90,10 @@ def free_bytes() -> tuple[int, str] | None:
     return None
 
 
-def warnings(released: bool, chosen: Chosen = ALL) -> list[str]:
+def warnings(released: bool, sets: frozenset[str] = frozenset()) -> list[str]:
     """Warn of memory that is in use unnecessarily, if the communicators are ``released``.
 
-    Only checks for the chosen sets are called.
+    Only checks for these sets are called; for none, all.
     """
     texts: list[str] = []
     runtime = devices.runtime()
@@ -103,8 +107,8 @@ def warnings(released: bool, chosen: Chosen = ALL) -> list[str]:
                 f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
                 "torch.cuda.empty_cache() returns it to the device"
             )
-    for check, sets in list(_checks):
-        if not chosen.overlaps(sets):
+    for check, named in list(_checks):
+        if sets and not concerns(named, sets):
             continue
         try:
             text = check()

@@ -12,7 +12,7 @@ from ..c10d import devices, nccl
 from ..c10d.nccl import release_cautions
 from ..groups.borrowed import forget
 from ..groups.managed import ManagedGroup
-from ..groups.sets import Chosen
+from ..groups.sets import named_sets
 from ..reports import Report
 from ..settings import as_flag
 from . import memory
@@ -89,7 +89,7 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         as_flag(value, f"offload({name})", "nothing was changed")
         for name, value in (("collect", collect), ("wait", wait))
     )
-    op = Operation("offload", Chosen.of(sets, "offload"))
+    op = Operation("offload", named_sets(sets, "offload"))
     return run(op, partial(release, collect=collect), wait=wait)
 
 

@@ -26,10 +26,9 @@ from ..groups.borrowed import borrowed
 from ..groups.creation import HANDED_OVER
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState, UnderWay
-from ..groups.region import refuse_undeclared
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection
-from ..groups.sets import ALL, Chosen
+from ..groups.sets import concerns
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan
 from ..rendezvous.round import Interrupted, Round
 from ..rendezvous.store_client import StorePool
@@ -74,13 +73,14 @@ class Operation:
 
     Args:
         name: ``offload``, ``reload`` or ``recover``.
-        chosen: the sets named in the call.
+        named: the sets named in the call; empty for all.
         skip: of a reload, the names of the registered groups to leave out.
 
     Attributes:
         is_running: whether it runs in this process: see :meth:`Jobs.begin`.
         job: the job; None if torch.distributed is not initialized.
         may_suspend: whether this job suspends groups where it can: equal on all ranks.
+        chosen: the sets that it is for.
         concerned: the chosen sets that it will change.
         groups: their managed groups, in the order that all ranks share.
         was_offloaded: whether these sets were offloaded at the start.
@@ -98,7 +98,12 @@ class Operation:
         InvalidOptionError: ``install`` does not declare a chosen set.
     """
 
-    def __init__(self, name: str, chosen: Chosen = ALL, skip: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        name: str,
+        named: frozenset[str] = frozenset(),
+        skip: frozenset[str] = frozenset(),
+    ) -> None:
         if registry.options is None and not registry.off:
             raise NotInstalledError(
                 f"{name}() was called, but reloadpg is not installed; nothing was changed. Call "
@@ -106,10 +111,11 @@ class Operation:
             )
         self.name = name
         self.options = registry.options or _DEFAULTS
-        if not chosen.others and registry.options is not None:
-            refuse_undeclared(sorted(chosen.names), self.options.selection.set_names, name)
+        if registry.options is not None:
+            registry.options.selection.refuse_undeclared(sorted(named), name)
         self.may_suspend = self.options.strategy == "suspend"
-        self.chosen = chosen
+        self.chosen = named or registry.sets
+        self._shown_sets = ", ".join(sorted(named)) or "all"
         note = IS_OFF if registry.off else "torch.distributed is not initialized"
         self.report = Report(operation=name, changed=False, generation=0, note=note)
         self.started_at = time.time()
@@ -273,9 +279,8 @@ class Operation:
     def _choose(self, job: Job) -> None:
         """Choose the groups, and note what was before."""
         self.concerned, self._left_out = self.chosen, job.left_out
-        job.sets.declare(self.options.selection.set_names)
         offloads = self.name == "offload"
-        due = job.sets.where(self.chosen, lambda state: state.offloaded != offloads)
+        due = frozenset(n for n in self.chosen if job.sets[n].offloaded != offloads)
         self.was_offloaded = bool(due) != offloads
         if self.name == "reload" and self._is_to_try_again(job):
             self.was_offloaded = True
@@ -283,14 +288,14 @@ class Operation:
             self.concerned = due
         self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
         if offloads:
-            self.concerned = due.joined(group.set_name for group in self.groups if group.is_live)
+            self.concerned = due.union(group.set_name for group in self.groups if group.is_live)
         # Ranks that disagree on the state still have the same groups.
         self._planned = self.groups
         if self.name == "reload":
             self._planned = [g for g in registry.managed() if g.set_name in self.chosen]
         # No group is deleted while the operation runs, whichever of these it changes.
         self._proxies = [group.proxy for group in (*self.groups, *self._planned)]
-        self.states = job.sets.of(self.concerned)
+        self.states = [job.sets[name] for name in self.concerned]
         self._generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
         self.whole = self.name == "recover"
@@ -298,11 +303,9 @@ class Operation:
     def _is_to_try_again(self, job: Job) -> bool:
         """Whether an earlier reload has left out a group that this one does not. Local."""
         left_out = job.left_out.items()
-        return any(
-            not sets.without(self.chosen) for name, sets in left_out if name not in self._skip
-        )
+        return any(sets <= self.chosen for name, sets in left_out if name not in self._skip)
 
-    def leave_out(self, left_out: Mapping[str, Chosen]) -> None:
+    def leave_out(self, left_out: Mapping[str, frozenset[str]]) -> None:
         """Of a recovery: leave out the groups that reloads have left out on any rank. Local."""
         self._left_out, self._skip = dict(left_out), frozenset(left_out)
 
@@ -317,17 +320,18 @@ class Operation:
         self.whole, self.was_offloaded, self.generation = True, True, generation
         self.concerned, self.groups = self.chosen, self._planned
         self._generations = {group: group.generation for group in self.groups}
-        self.states = self._known.sets.of(self.concerned)
+        self.states = [self._known.sets[name] for name in self.concerned]
 
     def _plan(self, settings: Mapping[str, str]) -> Plan:
         """The plan, which must be equal on all ranks; without the state if it is ``whole``."""
         job, state = self._known, {}
         if self.name != "recover":
-            settings = {"chosen sets": str(self.chosen), **settings}
+            settings = {"chosen sets": self._shown_sets, **settings}
             if self._skip:
                 settings["skip"] = ", ".join(sorted(self._skip))
         if not self.whole:
-            state = {GENERATION: str(job.generation), "state": job.sets.plan()}
+            states = "; ".join(f"{name}: {job.sets[name]}" for name in sorted(registry.sets))
+            state = {GENERATION: str(job.generation), "state": states}
             if job.left_out:
                 state["left out"] = ", ".join(sorted(job.left_out))
         options = {name: str(value) for name, value in self.options.settings().items()}
@@ -362,7 +366,7 @@ class Operation:
             for state in self.states:
                 state.generation, state.offloaded = self.generation, False
             if self.name == "reload":
-                others = {n: s for n, s in self._left_out.items() if s.without(self.chosen)}
+                others = {n: s for n, s in self._left_out.items() if s - self.chosen}
                 job.left_out = {**others, **dict.fromkeys(self._skip, self.chosen)}
         if self.name == "recover":
             job.left_out = self._left_out
@@ -529,7 +533,7 @@ class Operation:
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
-        return [c for c in callbacks if c.group is None and self.concerned.overlaps(c.sets)]
+        return [c for c in callbacks if c.group is None and concerns(c.sets, self.concerned)]
 
     def of_generations(
         self, callbacks: Sequence[Callback], groups: Sequence[ManagedGroup]
@@ -571,8 +575,8 @@ class Operation:
                 self.call([callback])
             except ReloadpgError as error:
                 first = first or error
-        for state in self._known.sets.of(self.chosen):
-            state.owes_callbacks = first is not None
+        for name in self.chosen:
+            self._known.sets[name].owes_callbacks = first is not None
         if first is not None:
             raise ReloadpgError(
                 f"{first}. All groups are live on all ranks. reload() on all ranks calls the "
@@ -676,7 +680,7 @@ class Operation:
             unfinished=tuple(unfinished),
             moments_ms=self._moments,
             faults=self.faults,
-            sets=str(self.chosen),
+            sets=self._shown_sets,
             borrowed=held,
         )
 

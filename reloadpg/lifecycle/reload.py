@@ -13,7 +13,7 @@ from ..errors import DisagreementError, InvalidOptionError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
-from ..groups.sets import Chosen
+from ..groups.sets import named_sets
 from ..rendezvous.decision import Decision
 from ..reports import Report
 from ..settings import as_flag
@@ -94,7 +94,7 @@ def reload(
     """
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
-    op = Operation("reload", Chosen.of(sets, "reload"), _names(skip))
+    op = Operation("reload", named_sets(sets, "reload"), _names(skip))
     return run(op, partial(restore, how=connect), wait=wait)
 
 
@@ -117,7 +117,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
         return
     if not op.was_offloaded:
         op.note = "nothing is offloaded"
-        if any(state.owes_callbacks for state in job.sets.of(op.chosen)):
+        if any(job.sets[name].owes_callbacks for name in op.chosen):
             op.call_after([*op.of_generations(callbacks.reload, op.groups), *callbacks.reload])
         return
     leave_out(op)

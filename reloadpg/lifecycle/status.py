@@ -96,10 +96,8 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
     """The sets that this rank knows, from its groups, the rules, and operations."""
     if job is None:
         return {}
-    declared = () if registry.options is None else registry.options.selection.set_names
-    names = [TRAINER, *declared, *job.sets.names]
     rows = {}
-    for name in dict.fromkeys([*names, *(group.set for group in groups)]):
+    for name in sorted(registry.sets, key=lambda name: (name != TRAINER, name)):
         mine = [group for group in groups if group.set == name]
         state = job.sets[name]
         left = GroupState.OFFLOADED if state.offloaded else GroupState.LIVE

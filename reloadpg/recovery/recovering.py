@@ -27,7 +27,6 @@ from ..errors import PeerFailedError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
-from ..groups.sets import Chosen
 from ..lifecycle.callbacks import callbacks
 from ..lifecycle.destroy import abort
 from ..lifecycle.job import Job, jobs
@@ -137,7 +136,7 @@ def _recover(
             "fault": asdict(fault),
             "begun": collectives_begun(op.groups),
             "generation": max([job.generation, *(group.generation for group in op.groups)]),
-            "left out": {n: (sorted(s.names), s.others) for n, s in job.left_out.items()},
+            "left out": {name: sorted(sets) for name, sets in job.left_out.items()},
         }
     )
     timeout = op.options.timeout.total_seconds()
@@ -276,8 +275,7 @@ def _agree(op: Operation, job: Job) -> None:
     op.barrier("agreed")
     agreed = json.loads(op.round.summary())
     op.generation = agreed["generation"]
-    left_out = {n: Chosen(frozenset(names), o) for n, (names, o) in agreed["left out"].items()}
-    op.leave_out(left_out)
+    op.leave_out({name: frozenset(sets) for name, sets in agreed["left out"].items()})
     op.faults = tuple(
         replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )
