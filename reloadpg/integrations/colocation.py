@@ -139,7 +139,7 @@ class colocated:  # noqa: N801 - used like a function
         self._engine_groups = engine_groups
         names = frozenset() if engine_groups is None else frozenset([engine_groups])
         if saver is not None and not isinstance(saver, MemorySaver):
-            saver = MemorySaver(saver, sets=self._trainer_sets if names else ())
+            saver = MemorySaver(saver, sets=self._trainer_sets)
         elif saver is not None and names and concerns(saver.sets, names):
             raise InvalidOptionError(
                 f"colocated(engine_groups={engine_groups!r}): the memory saver also checks that "
@@ -156,7 +156,9 @@ class colocated:  # noqa: N801 - used like a function
 
     @property
     def _trainer_sets(self) -> frozenset[str]:
-        return declared_sets() - {self._engine_groups}
+        """All sets but the engine's; empty, for all, if the engine has none."""
+        named = self._engine_groups
+        return frozenset() if named is None else declared_sets() - {named}
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool | None:
         """Wake more of the engine, within the block; without an engine, do nothing. Local.
@@ -191,12 +193,12 @@ class colocated:  # noqa: N801 - used like a function
         self._check_inside("groups_live")
         offloaded = self._block.is_offloaded  # not in a block within another
         with nullcontext() if self._saver is None else self._saver.outside_account():
-            report = run(Operation("reload", self._trainer_sets), restore)
+            report = run(Operation("reload", self._trainer_sets or None), restore)
             try:
                 yield report
             finally:
                 if offloaded:
-                    run(Operation("offload", self._trainer_sets), release)
+                    run(Operation("offload", self._trainer_sets or None), release)
 
     def _check_inside(self, what: str) -> None:
         if not self._inside:
@@ -330,7 +332,7 @@ class colocated:  # noqa: N801 - used like a function
         self._awake = False
 
     def _begin_reload(self) -> None:
-        op = Operation("reload", self._block.due)
+        op = Operation("reload", self._block.named)
         self._pending = run(op, partial(restore, how=self._connect), wait=False)
 
     def _copy_weights_back(self) -> None:
@@ -343,7 +345,7 @@ class colocated:  # noqa: N801 - used like a function
         # If a saver could not be resumed on a rank, this fails on all ranks.
         pending, self._pending = self._pending, None
         if pending is None:
-            op = Operation("reload", self._block.due)
+            op = Operation("reload", self._block.named)
             self.reload_report = run(op, partial(restore, how=self._connect))
         else:
             self.reload_report = pending.result()

@@ -182,6 +182,12 @@ class Block:
         )
 
     @property
+    def named(self) -> frozenset[str] | None:
+        """The sets to reload, for an :class:`Operation`: None for all, empty for none."""
+        due = self.due
+        return self._named or None if due == self._chosen else due
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether groups of these sets are offloaded. Local."""
         job = jobs.current("an offloaded() block")
@@ -197,7 +203,9 @@ class Block:
         states = [] if job is None else [job.sets[name] for name in self._chosen]
         found_live = [state for state in states if state.depth and not state.offloaded]
         try:
-            report = run(Operation("offload", self._named), partial(release, collect=collect))
+            report = run(
+                Operation("offload", self._named or None), partial(release, collect=collect)
+            )
         except BaseException as error:
             if _cycles() != before:
                 self._count(found_live)
@@ -235,12 +243,11 @@ class Block:
 
     def leave(self, error: BaseException | None, connect: Connect | None) -> None:
         with registry.lock:  # of two threads, one is the last
-            due = self.due
+            due, named = self.due, self.named
             self.close()
         if self.is_void or not due:
             return
         try:
-            named = self._named if due == self._chosen else due
             run(Operation("reload", named), partial(restore, how=connect))
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:

@@ -89,7 +89,7 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         as_flag(value, f"offload({name})", "nothing was changed")
         for name, value in (("collect", collect), ("wait", wait))
     )
-    op = Operation("offload", named_sets(sets, "offload"))
+    op = Operation("offload", named_sets(sets, "offload") or None)
     return run(op, partial(release, collect=collect), wait=wait)
 
 

@@ -73,7 +73,7 @@ class Operation:
 
     Args:
         name: ``offload``, ``reload`` or ``recover``.
-        named: the sets named in the call; empty for all.
+        named: the sets named in the call; None for all.
         skip: of a reload, the names of the registered groups to leave out.
 
     Attributes:
@@ -101,7 +101,7 @@ class Operation:
     def __init__(
         self,
         name: str,
-        named: frozenset[str] = frozenset(),
+        named: frozenset[str] | None = None,
         skip: frozenset[str] = frozenset(),
     ) -> None:
         if registry.options is None and not registry.off:
@@ -112,10 +112,10 @@ class Operation:
         self.name = name
         self.options = registry.options or _DEFAULTS
         if registry.options is not None:
-            registry.options.selection.refuse_undeclared(sorted(named), name)
+            registry.options.selection.refuse_undeclared(sorted(named or ()), name)
         self.may_suspend = self.options.strategy == "suspend"
-        self.chosen = named or registry.sets
-        self._shown_sets = ", ".join(sorted(named)) or "all"
+        self.chosen = registry.sets if named is None else named
+        self._shown_sets = "all" if named is None else ", ".join(sorted(named))
         note = IS_OFF if registry.off else "torch.distributed is not initialized"
         self.report = Report(operation=name, changed=False, generation=0, note=note)
         self.started_at = time.time()

@@ -94,7 +94,7 @@ def reload(
     """
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
-    op = Operation("reload", named_sets(sets, "reload"), _names(skip))
+    op = Operation("reload", named_sets(sets, "reload") or None, _names(skip))
     return run(op, partial(restore, how=connect), wait=wait)
 
 
