@@ -35,7 +35,7 @@ def settings() -> dict[str, str]:
 
 
 def findings() -> list[tuple[str, str]]:
-    return [(one.level, one.message) for one in diagnose().findings if one.check == "recovery"]
+    return [(one.level, one.message) for one in diagnose() if one.check == "recovery"]
 
 
 def test_unset_variables_are_set_until_uninstall() -> None:
