@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
 ]
 
-LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=3)
+LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=8)
 
 
 def summed(group: Any) -> float:
@@ -48,7 +48,8 @@ def test_a_fault_before_the_first_collective_of_a_rebuilt_group_is_recovered(
         reloadpg.reload()
         if fails and rank == victim:
             raise Injected
-        # The rank whose peer does not come: a wait for the device lasts until this timeout.
+        # The rank whose peer does not come: a wait for the device lasts until this timeout, which
+        # the group keeps in the recovery, where it must connect within it.
         dist.distributed_c10d._set_pg_timeout(SHORT if fails else LIMIT, group)
         return summed(group)
 
