@@ -204,6 +204,8 @@ class Last:
     def __del__(self):
         end()
 reloadpg.offload()
+reloadpg.reload()  # a first use imports it, which a finalizer cannot
+reloadpg.offload()
 kept = Last()
 {"atexit.register(end)" if handler else ""}
 """)
