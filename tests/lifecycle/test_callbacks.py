@@ -37,7 +37,9 @@ def _late(rank: int, world_size: int) -> str:
 
     def callback() -> None:
         if rank == 1:
+            store.wait(["in its callback"], timedelta(minutes=2))
             raise ValueError("of the callback")
+        store.set("in its callback", "")
         store.wait(["left"], timedelta(minutes=2))
 
     reloadpg.on_offload(callback)
