@@ -247,6 +247,17 @@ def test_an_exception_of_the_body_is_raised_after_the_way_back() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_the_end_of_a_block_within_another_reloads_nothing() -> None:
+    """The outer block still needs the groups offloaded."""
+    with a_side() as side:
+        with reloadpg.offloaded():
+            with colocated():
+                pass
+            assert reloadpg.status().state == "offloaded"
+        side.check_live()
+
+
+@pytest.mark.ranks(2)
 def test_the_groups_of_an_engine_in_the_trainers_processes_are_live_in_the_block_alone() -> None:
     """They do not keep the trainer's saver from pausing, and are not warned of its pause."""
     with a_side() as side:
