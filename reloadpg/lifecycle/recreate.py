@@ -182,7 +182,7 @@ def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) 
                 store.delete_key(key)
 
     with op.timed("store"):
-        job.rendezvous.ask_root(delete, Deadline(op.name, op.round.seconds, op.round.phase))
+        job.rendezvous.client.ask(delete, Deadline(op.name, op.round.seconds, op.round.phase))
 
 
 def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:

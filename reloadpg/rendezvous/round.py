@@ -85,6 +85,7 @@ class Rendezvous:
 
     Attributes:
         alone: whether this rank has no peers.
+        client: the connection to the whole store.
         recovered: number of the last completed recovery; 0 before the first.
         peers: the ranks of this host.
         pause_s: seconds between two polls; it limits the requests of all ranks of a large job to
@@ -108,7 +109,7 @@ class Rendezvous:
         self.peers = Peers(rank, watches=watches and root is not None)
         self.pause_s = max(0.1, size / 2000)
         self._root = root
-        self._client = client or StoreClient(root, rank, size)
+        self.client = client or StoreClient(root, rank, size)
         self._prefix = prefix
         self.state = Rank(rank, 1 if root is None else size, 0 if counts else 1)
         self._last = 0  # number of the last recovery that was requested
@@ -135,7 +136,7 @@ class Rendezvous:
         later can still notify the other ranks.
         """
         with suppress(ReloadpgError):
-            self._client.connect()
+            self.client.connect()
 
     def count_job(self, seconds: float = _COUNT_S) -> None:
         """Count this job on its store. Blocking, for at most ``seconds``; idempotent.
@@ -162,7 +163,7 @@ class Rendezvous:
     def end(self, deadline: Deadline) -> None:
         """End the thread of the requests, and wait for it. Local, with a timeout."""
         self.peers.forget()
-        thread = self._client.end()
+        thread = self.client.end()
         if thread is not None and thread is not threading.current_thread():
             thread.join(deadline.left)
 
@@ -236,23 +237,9 @@ class Rendezvous:
         deadline: Deadline,
         stopped: Callable[[], object] = lambda: None,
     ) -> T:
-        """Send requests to this part of the store; see :meth:`ask_root`."""
+        """Send requests to this part of the store; see :meth:`StoreClient.ask`."""
         prefix = self._prefix
-        return self.ask_root(lambda root: question(PrefixStore(prefix, root)), deadline, stopped)
-
-    def ask_root(
-        self,
-        question: Callable[[Store], T],
-        deadline: Deadline,
-        stopped: Callable[[], object] = lambda: None,
-    ) -> T:
-        """Send requests to the whole store. Blocking, with a timeout; see :meth:`StoreClient.ask`.
-
-        Raises:
-            ReloadpgError: the store is lost.
-            RendezvousTimeoutError: the store does not respond.
-        """
-        return self._client.ask(question, deadline, stopped)
+        return self.client.ask(lambda root: question(PrefixStore(prefix, root)), deadline, stopped)
 
     def drive(self, steps: Steps, deadline: Deadline, round_: Round | None = None) -> Any:
         """Perform the commands of a generator, and return its result. Blocking, with a timeout.
@@ -317,10 +304,8 @@ class Rendezvous:
 
     def _look(self, deadline: Deadline, round_: Round) -> None:
         """During a long wait: see the progress of other ranks, and who is missing."""
-        if self.extend(deadline) or not self.peers.host or self.state.confirmed:
-            pass
-        else:  # the processes that have joined so far
-            self.watch(deadline)
+        if not self.extend(deadline) and not self.state.confirmed:
+            self.watch(deadline)  # the processes that have joined so far
         deadline.log(partial(self._missing, deadline))
 
     def extend(self, deadline: Deadline, news: int = 0) -> bool:
@@ -643,7 +628,7 @@ class Round:
     def interrupt(self) -> None:
         """Tell this operation to end, from another thread. Local, non-blocking."""
         self.interrupted.set()
-        self._rendezvous._client.wake()
+        self._rendezvous.client.wake()
 
     def check(self) -> None:
         """Raise if this rank gives up: it is interrupted, or a process on its host has ended."""

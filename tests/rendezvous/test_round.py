@@ -548,7 +548,7 @@ def test_keys_and_threads_do_not_accumulate() -> None:
 
     def left() -> tuple[int, int]:
         job.run(two_barriers)
-        keys = job.ranks[0].ask_root(lambda store: store.num_keys(), Deadline("keys", SOON))
+        keys = job.ranks[0].client.ask(lambda store: store.num_keys(), Deadline("keys", SOON))
         return keys, len({*threading.enumerate()} - others)
 
     before = left()
