@@ -282,11 +282,13 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
 def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond() -> None:
     """The abort of a rank breaks the collectives of others before they read its failure."""
     job = tcp_job(4, meet_after("answered", 0, 1, 3))  # the grace period begins then
+    entered = threading.Barrier(3)
     failed = threading.Event()
     own = ReloadpgError("connection closed by peer")
 
     def body(rdv: Rendezvous) -> None:
         round_ = rdv.open("recover", ("enter", "rebuilt"), FAR)
+        entered.wait(SOON)
         if rdv.rank == 0:
             round_.fail(KeyboardInterrupt("by the user"))
             failed.set()
