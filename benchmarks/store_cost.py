@@ -57,7 +57,7 @@ class Player:
         """Arrive at the next barrier of an operation; go on until it waits for the other ranks."""
         if not ends:
             self._play(client, self.rank.enter(operation))
-        self._play(client, self.rank.barrier(flags=None if ends else {}, ends=ends))
+        self._play(client, self.rank.barrier(ends=ends))
 
     def leave(self, client: dist.Store) -> None:
         """Wait until all ranks have arrived, which they have."""

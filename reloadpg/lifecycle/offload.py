@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Literal, overload
 
 from ..c10d import backends as c10d_backends
@@ -103,7 +104,8 @@ def release(op: Operation, job: Job, collect: bool = False) -> None:
     obstacle = obstacle_of(live, job) if op.may_suspend else ""
     live = _prepare(op, job, live, callbacks.offload, ends=not op.may_suspend)
     _quiesce(op)
-    obstacle = op.agree(obstacle)
+    said = f"rank {job.rendezvous.rank}: {obstacle}" if obstacle else ""
+    obstacle = op.agree(said, itemgetter(0))  # of the lowest rank that has one
     suspends = op.may_suspend and not obstacle
     if op.may_suspend:
         if not suspends:  # only now is it known that generations end

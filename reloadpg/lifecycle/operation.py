@@ -47,19 +47,16 @@ logger = logging.getLogger("reloadpg")
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
     "reload": ("enter", "room", "resumed", "done"),
-    "recover": ("enter", "agreed", "done"),
+    "recover": ("enter", "done"),
 }
 SUSPENDING = ("quiesced", "suspended", "room", "resumed")
 """The phases that exist only in jobs that suspend groups."""
 
-TOUCHING = ("suspended", "released", "resumed", "agreed", "done")
+TOUCHING = ("suspended", "released", "resumed", "done")
 """The phases in which groups change: if a round ends there, the groups have failed."""
 
 _DEFAULTS = Options(Selection.of(None, 2, True), "recreate", timedelta(minutes=5))
 """The options of an operation that does nothing, because the library is off."""
-
-_OBSTACLE = "obstacle"
-"""The flag of a rank that cannot suspend its groups."""
 
 _ABORT_S = 2.0
 """Seconds that a failed operation waits for its communicators to abort before it raises."""
@@ -161,7 +158,7 @@ class Operation:
     def __enter__(self) -> Operation:
         return self
 
-    def enter(self, seconds: float = 0, *, reason: str = "", report: str = "") -> None:
+    def enter(self, seconds: float = 0, *, reason: str = "") -> None:
         """Enter the next operation of the job with all ranks; see :meth:`Rendezvous.open`."""
         if self._round is None:
             self.measure("before")
@@ -171,7 +168,7 @@ class Operation:
         round_ = self._new_round(self._known, seconds)
         if self._interrupt is not None:
             round_.interrupt()
-        round_.enter(reason, report)
+        round_.enter(reason)
 
     def _new_round(self, job: Job, seconds: float = 0) -> Round:
         """The next operation of the job, which this rank has not entered yet."""
@@ -408,21 +405,20 @@ class Operation:
 
     # -- barriers ---------------------------------------------------------------------------
 
-    def agree(self, obstacle: str = "", **settings: str) -> str:
+    def agree(
+        self,
+        said: str = "",
+        summary: Callable[[Sequence[str]], str] = "\n".join,
+        **settings: str,
+    ) -> str:
         """Agree on the plan with all ranks; see :meth:`Round.agree`.
 
         Args:
-            obstacle: why this rank cannot suspend; one obstacle decides for all ranks.
+            said, summary: what this rank says to all ranks, and how that is summarized.
             settings: further arguments of the call that must be equal on all ranks.
-
-        Returns:
-            An obstacle and its rank, the same on all ranks; empty if no rank has one.
         """
-        plan, flags = self._plan(settings), {_OBSTACLE: obstacle} if obstacle else {}
         with self.timed("wait.enter", measure=False):
-            raised = self.round.agree("enter", plan, flags)
-        rank, obstacle = raised.get(_OBSTACLE, (0, ""))
-        return f"rank {rank}: {obstacle}" if obstacle else ""
+            return self.round.agree("enter", self._plan(settings), said, summary)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; the last one commits. See :meth:`Round.barrier`."""

@@ -146,22 +146,26 @@ def _recover(
     waited = Deadline("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
         with op.timed("wait.flag", measure=False):
-            op.enter(seconds, reason=str(fault), report=report)
+            op.enter(seconds, reason=str(fault))
     finally:
         _abort_all(op, job, str(fault))
     while True:
         try:
             op.await_unfinished()
-            op.agree()
+            agreed = json.loads(op.agree(report, _summary))
             break
         except PeerFailedError:
             if op.round.decision is None or op.round.decision.kind != "recover":
                 raise
         # Another rank has left this recovery, and requested the next one.
         left = max(waited.left, _LEAST_S)
-        op.enter(left, reason=str(fault), report=report)
+        op.enter(left, reason=str(fault))
     op.round.seconds = timeout
-    _agree(op, job)
+    op.generation = agreed["generation"]
+    op.leave_out({name: frozenset(sets) for name, sets in agreed["left out"].items()})
+    op.faults = tuple(
+        replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
+    )
     if was_offloaded:
         op.call(callbacks.before_reload)
     with op.timed("device"):
@@ -265,20 +269,6 @@ def _close_coalescing(op: Operation) -> None:
     """End what the error has left open in the caller's thread."""
     for group in op.groups:
         tables.close_coalescing(group.proxy)
-
-
-def _agree(op: Operation, job: Job) -> None:
-    """Exchange the reports: rank 0 writes a summary. Collective, with a timeout."""
-    if job.rendezvous.rank == 0 or job.rendezvous.alone:
-        gather = partial(op.round.gather, _summary)
-        op.do(gather, "reading the reports of all ranks")
-    op.barrier("agreed")
-    agreed = json.loads(op.round.summary())
-    op.generation = agreed["generation"]
-    op.leave_out({name: frozenset(sets) for name, sets in agreed["left out"].items()})
-    op.faults = tuple(
-        replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
-    )
 
 
 def _summary(reports: Sequence[str]) -> str:

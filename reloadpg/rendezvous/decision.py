@@ -26,9 +26,9 @@ class Decision:
         kind: ``ok``, ``failed``, ``timeout``, ``disagree``, or ``recover`` (a rank requests a
             recovery of all ranks).
         rank: the rank that failed, reached its timeout, or requests a recovery.
-        text: the reason of the failure, or the difference between the ranks.
+        text: the reason of the failure, the difference between the ranks, or, at the first barrier,
+            the summary of what ranks have said.
         barrier: the barrier at which the operation ended early; -1 if it is unknown.
-        flags: of the first barrier: what ranks ask for, each with one rank and its reason.
         missing: ranks that did not respond after a timeout.
         stuck: ranks that responded but had not finished their own work at the timeout.
         silent: ranks that did not respond after a failure.
@@ -44,7 +44,6 @@ class Decision:
     rank: int = -1
     text: str = ""
     barrier: int = -1
-    flags: tuple[tuple[str, int, str], ...] = ()
     missing: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
@@ -67,7 +66,6 @@ class Decision:
     def from_json(cls, text: str | bytes) -> Decision:
         values: dict[str, Any] = json.loads(text)
         given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        given["flags"] = tuple(map(tuple, given.get("flags", ())))
         return cls(**given)
 
     def error(

@@ -76,10 +76,10 @@ class Plan:
 
         For each group, the first member subtracts what the others add. One 64-bit integer holds the
         number of arrived ranks in its low bits and the sum above. Digests therefore have 40 bits
-        for up to 64 ranks and 24 bits for 16,384 ranks: the sum does not overflow with 512 groups
-        per rank, and a difference is missed with a probability of 10^-12 to 10^-7.
+        for up to 31 ranks and 21 bits for 16,384 ranks: the sum does not overflow with 512 groups
+        per rank, and a difference is missed with a probability of 10^-12 to 10^-6.
         """
-        bits = min(40, 54 - 2 * size.bit_length())
+        bits = min(40, 51 - 2 * size.bit_length())
         total = _share(self._job_digest(bits), range(size), rank)
         for group in self.groups:
             text = f"{group.digest}:{group.name}:{group.generation}:{group.strategy}:{group.set}"

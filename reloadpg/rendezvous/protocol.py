@@ -14,8 +14,7 @@ A rank remembers one number, ``next``: that of the first operation that it has n
   store. It ends the operation for all ranks, and enters the next one.
 * ``current.number > next``: operations have failed without this rank. It raises how the last one
   failed, once. A reload or a recovery repairs, and enters the open operation; but it raises too if
-  it may be the call that has failed on another rank, an operation of the same name. So does an
-  offload, unless the others waited for it until the timeout, and have begun the next operation.
+  it may be the call that has failed on another rank, an operation of the same name.
 
 A rank that fails before it has entered an operation ends the open one for all ranks.
 
@@ -25,26 +24,25 @@ A request for a recovery ends the open operation, and opens the next one for rec
 key            value                            written by
 =============  ===============================  ================================================
 ``current``    :class:`Current`                 the rank that decides, by compare-and-set
-``count``      the number of arrivals, and      each rank that arrives at this barrier
+``count``      the number of arrivals, and      each rank that arrives at a barrier
                the sum of the plans' digests
-``go``         nothing: it wakes the ranks      the rank that has decided
-``flags``      what ranks ask for               ranks that ask for something at the first barrier
-``here``       ranks in a long wait             these ranks, for the logs
+``go``         nothing: it wakes the ranks      the rank that has decided, for each barrier
+``said``       what ranks say to all others     ranks that say something at the first barrier
 ``answers``    what each rank was doing         each rank, after an operation has ended early
 ``result``     the decision with all names      the last rank that has answered
 ``job``        number of the newest job         the first rank of that job
 ``jobs/rank``  number of jobs of a rank         that rank
 =============  ===============================  ================================================
 
-All keys but the last two begin with the number of the job, and those of a barrier also with the
-numbers of the operation and the barrier. ``tests/helpers/explorer.py`` runs this module for two and
-three ranks in every order, with faults at every command.
+All keys but the last two begin with the number of the job, and those below ``current`` also with
+the number of the operation; ``go`` has that of the barrier, too. ``tests/helpers/explorer.py`` runs
+this module for two and three ranks in every order, with faults at every command.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -54,12 +52,9 @@ from .plan import Plan, differences, reconciled
 
 OK = Decision("ok")
 
-NAMES: tuple[str, ...] = (
-    *("count", "go", "flags", "answers", "answered", "result", "left", "all left"),
-    *("reports", "summary"),
-)
-"""The names of the keys of a barrier. All have the first two; the last two are those of the second
-barrier of a recovery."""
+NAMES = ("go", "count", "said", "answers", "answered", "result", "left", "all left")
+"""The names of the keys of an operation. Each barrier has the first; the last five exist after an
+early end."""
 
 LEFT = "it has left this operation without an end, since it had lost the store"
 
@@ -119,11 +114,7 @@ class Await(NamedTuple):
     again: bool = False
 
 
-class Pause(NamedTuple):
-    """Wait for the length of a poll."""
-
-
-Command: TypeAlias = Pause | Read | Swap | Add | Set | Append | Delete | Await
+Command: TypeAlias = Read | Swap | Add | Set | Append | Delete | Await
 Steps: TypeAlias = Generator[Command, Any, Any]
 
 
@@ -155,7 +146,7 @@ class Current(NamedTuple):
         recovery: number of the last operation that was requested as a recovery.
         passed: number of the last operation that all ranks have completed.
         last: the decision of the last barrier, or that which ended the last operation early.
-        spent: barriers whose keys are not deleted yet, each with the number of their names.
+        spent: what is not deleted yet: an operation, a barrier, and the number of names of keys.
     """
 
     number: int = 1
@@ -174,16 +165,13 @@ class Current(NamedTuple):
         """The value after all ranks have arrived at the barrier."""
         number, barrier = (self.number + 1, 0) if ends else (self.number, self.barrier + 1)
         passed = self.number if ends else self.passed
-        many = len(NAMES) if self.number == self.recovery else 3 if decision.flags else 2
-        spent = ((*self.at, many),)
-        return Current(number, barrier, self.recovery, passed, decision, spent)
+        spent = (*self.at, 3 if ends else 1)
+        return Current(number, barrier, self.recovery, passed, decision, (spent,))
 
     def ended(self, decision: Decision, operation: str = "", *, recovers: bool = False) -> Current:
         """The value after this operation has ended early; ``recovers``: for a recovery."""
         number = self.number + 1
         spent = (*self.spent[-2:], (*self.at, len(NAMES)))
-        if self.number == self.recovery and not self.barrier:  # the reports to it
-            spent = (*spent, (self.number, 1, len(NAMES)))
         recovery = number if recovers else self.recovery
         last = replace(decision, barrier=self.barrier, operation=operation)
         return Current(number, 0, recovery, self.passed, last, spent)
@@ -225,10 +213,7 @@ class Rank:
         operation: its name.
         at: the value of ``current`` that this rank acts on.
         confirmed: whether all ranks have met in this job.
-        late_polls: how often a late rank looks whether the others have begun the next operation.
     """
-
-    late_polls = 10
 
     def __init__(self, rank: int, size: int, job: int = 0) -> None:
         self.rank, self.size = rank, size
@@ -236,10 +221,10 @@ class Rank:
         self.number, self.operation, self.at = 0, "", Current()
 
     def key(self, name: str, number: int | None = None, barrier: int | None = None) -> str:
-        """A key of a barrier: of the one that this rank is at by default."""
+        """A key of an operation: by default of that which this rank has entered."""
         number = self.number if number is None else number
         barrier = self.at.barrier if barrier is None else barrier
-        return f"{self.job}/{number}.{barrier}/{name}"
+        return f"{self.job}/{number}/{name}" + (f"/{barrier}" if name == "go" else "")
 
     @property
     def _current(self) -> str:
@@ -283,9 +268,6 @@ class Rank:
             elif recovers:
                 raise Ended(now.last)
             elif self._has_failed(now, operation):
-                joins = operation == "offload" and now.last.kind == "timeout"
-                if joins and (yield from self._is_begun(now)):
-                    break
                 yield from self._raise_failure(now)
             else:
                 break
@@ -316,54 +298,50 @@ class Rank:
         """Raise how the last operation has failed without this rank, with the names."""
         decision, number, self.next = now.last, now.number - 1, now.number
         if decision.barrier >= 0:
-            text = yield Read(self.key("result", number, decision.barrier))
+            text = yield Read(self.key("result", number))
             if text is None:  # no rank has named the others yet: they wait for this one
                 decision = yield from self.close(decision, "", number=number, waits=False)
             else:
                 decision = Decision.from_json(text)
         raise Ended(decision)
 
-    def _is_begun(self, now: Current) -> Steps:
-        """Whether other ranks have arrived in the open operation, or do so soon."""
-        for _ in range(self.late_polls):
-            if (yield Read(self.key("count", *now.at))) is not None:
-                return True
-            yield Pause()
-        return False
-
     def barrier(
-        self, share: int = 0, flags: Mapping[str, str] | None = None, *, ends: bool
+        self,
+        share: int = 0,
+        said: str = "",
+        summary: Callable[[Sequence[str]], str] = "\n".join,
+        *,
+        ends: bool,
     ) -> Steps:
         """Arrive at the next barrier, and wait until all ranks have. Returns the decision.
 
         Args:
             share: this rank's summand of the plans; the sum over all ranks is zero if they agree.
-            flags: what this rank asks for, with the reasons; None if no rank can here.
+            said: what this rank says to the others at the first barrier.
+            summary: makes the text of the decision from what ranks have said, in their order.
             ends: whether it is the last barrier of the operation.
         """
-        at, bits, again = self.at, self.size.bit_length(), False
-        if flags:
-            yield Append(self.key("flags"), "".join(_line(self.rank, *f) for f in flags.items()))
-        total = yield Add(self.key("count"), 1 + (share << bits))
+        at, bits, again = self.at, _bits(self.size), False
+        if said:
+            yield Append(self.key("said"), _line(self.rank, said))
+        # The sum also counts the ranks that have said something, so a missing key is not read.
+        total = yield Add(self.key("count"), 1 + ((share + bool(said)) << bits))
         now = at
-        if total & ((1 << bits) - 1) == self.size:
-            if total >> bits:
+        if total & ((1 << bits) - 1) == self.size * (at.barrier + 1):
+            speakers = 0 if at.barrier else total >> bits
+            texts = _texts((yield Read(self.key("said"))) or "") if speakers else ()
+            if speakers != len(texts):
                 decision, new = OK, at.ended(Decision("disagree", self.rank), self.operation)
             else:
-                asked = "" if flags is None else (yield Read(self.key("flags")))
-                decision = Decision("ok", flags=_first_of_each(asked or ""))
+                decision = replace(OK, text=summary(texts)) if texts else OK
                 new = at.after(decision, ends=ends)
             now = yield from self._change(at, new)
         while now.at == at.at:
             yield Await(self.key("go"), again)
             now = yield from self.read()
-            if now.at == at.at and not again:
-                again = True
-                yield Append(self.key("here"), f"{self.rank} ")
-            if again and not self.confirmed and (yield from self._moves()):
-                return (yield from self.barrier(share, flags, ends=ends))
-        if again:
-            yield Delete((self.key("here"),))
+            again = True
+            if not self.confirmed and now.at == at.at and (yield from self._moves()):
+                return (yield from self.barrier(share, said, summary, ends=ends))
         return self._passed(now)
 
     def _moves(self) -> Steps:
@@ -371,7 +349,7 @@ class Rank:
         newest = int((yield Read("job")) or 0)
         if newest <= self.job:
             return False
-        yield Delete((*map(self.key, NAMES), self.key("here")))
+        yield Delete(tuple(map(self.key, NAMES)))
         self.job, self.next = 0, 1
         yield from self.count()
         yield from self.enter(self.operation)
@@ -430,7 +408,7 @@ class Rank:
         if decision.barrier < 0:  # its keys are deleted
             return decision
         number = self.number if number is None else number
-        key = partial(self.key, number=number, barrier=decision.barrier)
+        key = partial(self.key, number=number)
         yield Append(key("answers"), _line(self.rank, doing))
         count, result = (yield Add(key("answered"), 1)), None
         if decision.kind == "disagree" and decision.text:  # it says which process is not counted
@@ -491,12 +469,14 @@ def _lines(text: str) -> list[tuple[int, list[str]]]:
     return [(rank, texts) for rank, *texts in map(json.loads, text.splitlines())]
 
 
-def _first_of_each(text: str) -> tuple[tuple[str, int, str], ...]:
-    """Each flag, with the lowest rank that asks for it and its reason."""
-    first: dict[str, tuple[str, int, str]] = {}
-    for rank, (flag, reason) in sorted(_lines(text)):
-        first.setdefault(flag, (flag, rank, reason))
-    return tuple(first.values())
+def _texts(lines: str) -> tuple[str, ...]:
+    """The texts of lines, in the order of the ranks."""
+    return tuple(text for _, (text,) in sorted(_lines(lines)))
+
+
+def _bits(size: int) -> int:
+    """The bits of ``count`` for arrivals: of ranks at eight barriers."""
+    return (8 * size).bit_length()
 
 
 def _named(decision: Decision, answers: Mapping[int, str], size: int) -> Decision:

@@ -10,10 +10,9 @@ counter on the store, and every rank that sees a change restarts its timeout.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,6 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..settings import GRACE
-from ..texts import named_ranks
 from . import protocol
 from .decision import Decision
 from .peers import Peers
@@ -52,12 +50,6 @@ _SILENT_S = 2.0, 60.0
 
 _BRIEF_S = 0.5
 """Seconds of the first wait for a key before the ranks of a job have met."""
-
-_NAMED = 16
-"""Maximum number of missing ranks that the log of a long wait names."""
-
-_LOOKING = 8
-"""Ranks below this one, and powers of two, look for missing ranks during a long wait."""
 
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
@@ -185,7 +177,6 @@ class Rendezvous:
         seconds: float,
         *,
         reason: str = "",
-        report: str = "",
     ) -> Round:
         """Enter the next operation. Blocking, with a timeout; all ranks make the same calls.
 
@@ -195,7 +186,6 @@ class Rendezvous:
             phases: the barriers.
             seconds: the timeout: seconds without progress.
             reason: of a recovery, for ranks that wait elsewhere.
-            report: of a recovery: this rank's report for :meth:`Round.gather`.
 
         If another rank has requested a recovery, the first barrier raises it. So it does if
         operations have failed without this rank, unless this one repairs that.
@@ -205,7 +195,7 @@ class Rendezvous:
         """
         round_ = Round(self, operation, phases, seconds)
         try:
-            round_.enter(reason, report)
+            round_.enter(reason)
         except BaseException as error:
             round_.fail(error)
             raise
@@ -276,10 +266,6 @@ class Rendezvous:
 
     def _execute(self, command: protocol.Command, deadline: Deadline, round_: Round | None) -> Any:
         stopped: Callable[[], object] = (lambda: None) if round_ is None else round_.check
-        if isinstance(command, protocol.Pause):
-            with deadline.pause(self.pause_s) as seconds:
-                time.sleep(seconds)
-            return None
         if not isinstance(command, protocol.Await):
             return self.ask(partial(perform, command), deadline)
         stopped()
@@ -303,10 +289,10 @@ class Rendezvous:
         return self.ask(partial(_wait_for, command.key, first, deadline, hook), deadline, stopped)
 
     def _look(self, deadline: Deadline, round_: Round) -> None:
-        """During a long wait: see the progress of other ranks, and who is missing."""
+        """During a long wait: see the progress of other ranks."""
         if not self.extend(deadline) and not self.state.confirmed:
             self.watch(deadline)  # the processes that have joined so far
-        deadline.log(partial(self._missing, deadline))
+        deadline.log()
 
     def extend(self, deadline: Deadline, news: int = 0) -> bool:
         """Report the progress of this rank, and restart the timeout if any rank has progressed."""
@@ -321,19 +307,6 @@ class Rendezvous:
         """Watch the processes of this host that have joined the job."""
         if self.peers.host:
             self.peers.meet(self.ask(lambda store: read(store, self._hosts), deadline) or "")
-
-    def _missing(self, deadline: Deadline) -> str:
-        """Name the missing ranks, for the log of a long wait. Empty on most ranks of a large job.
-
-        The answer costs the store's server as much as a barrier, so few ranks may ask for it.
-        """
-        rank, key = self.rank, self.state.key("here")
-        if rank >= _LOOKING and rank & (rank - 1):
-            return ""
-        here = {*map(int, (self.ask(lambda store: read(store, key), deadline) or "").split())}
-        late = [other for other in range(self.size) if other not in here]
-        more = " and others" if len(late) > _NAMED else ""
-        return f"missing: {named_ranks(late[:_NAMED])}{more}" if late else ""
 
     def death(self) -> Decision:
         """The decision to write after processes of other ranks have ended. Local."""
@@ -431,7 +404,7 @@ class Round:
         for hook in barrier_hooks:
             hook(moment, self.operation, self.phase, self._rendezvous.rank)
 
-    def enter(self, reason: str = "", report: str = "") -> None:
+    def enter(self, reason: str = "") -> None:
         """Enter the operation; see :meth:`Rendezvous.open`."""
         rendezvous, deadline = self._rendezvous, self._deadline()
         if self.operation == "recover":  # other ranks may come later than a process has ended
@@ -448,25 +421,26 @@ class Round:
             raise
         finally:  # also if a signal handler raises
             self.number = self._rank.number if self._rank.number != before else 0
-        if report:
-            key = self._of_recovery("reports")
-            line = json.dumps([rendezvous.rank, report]) + "\n"
-            rendezvous.ask(lambda store: append(store, key, line), deadline)
 
     # -- barriers ---------------------------------------------------------------------------
 
     def agree(
-        self, phase: str, plan: Plan, flags: Mapping[str, str] = {}
-    ) -> dict[str, tuple[int, str]]:
+        self,
+        phase: str,
+        plan: Plan,
+        said: str = "",
+        summary: Callable[[Sequence[str]], str] = "\n".join,
+    ) -> str:
         """Reach a barrier at which all plans must be equal. Collective, blocking, with a timeout.
 
         Args:
             phase: the barrier; the first one.
             plan: this rank's plan.
-            flags: what this rank asks for, with the reasons.
+            said: what this rank says to all ranks.
+            summary: makes one text of what ranks have said, in their order, on one of them. Pure.
 
         Returns:
-            What ranks have asked for, each with one of these ranks and its reason.
+            The summary, equal on all ranks; empty if no rank has said anything.
 
         Raises:
             DisagreementError: on all ranks; nothing was changed.
@@ -474,8 +448,7 @@ class Round:
         """
         rendezvous = self._rendezvous
         share = 0 if rendezvous.alone else plan.contribution(rendezvous.rank, rendezvous.size)
-        decision = self._barrier(phase, plan.to_json(), share, flags)
-        return {flag: (rank, reason) for flag, rank, reason in decision.flags}
+        return self._barrier(phase, plan.to_json(), share, said, summary).text
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive. Collective, blocking, with a timeout.
@@ -487,7 +460,12 @@ class Round:
         self._barrier(phase)
 
     def _barrier(
-        self, phase: str, plan: str = "", share: int = 0, flags: Mapping[str, str] | None = None
+        self,
+        phase: str,
+        plan: str = "",
+        share: int = 0,
+        said: str = "",
+        summary: Callable[[Sequence[str]], str] = "\n".join,
     ) -> Decision:
         if self._ended and not self.number:
             raise self._error()
@@ -497,7 +475,7 @@ class Round:
         self.since, confirmed = time.time(), self._rank.confirmed
         self.run_hooks("before")
         self.waiting = True
-        steps = self._rank.barrier(share, flags, ends=phase == self._phases[-1])
+        steps = self._rank.barrier(share, said, summary, ends=phase == self._phases[-1])
         try:
             self.check()
             decision: Decision = self._rendezvous.drive(steps, deadline, self)
@@ -598,26 +576,6 @@ class Round:
     def advance(self) -> None:
         """Count progress of this rank. Local, from any thread."""
         self._advanced += 1
-
-    def gather(self, summary: Callable[[list[str]], str]) -> None:
-        """Summarize all ranks' reports to a recovery. Blocking, with a timeout.
-
-        One rank calls this, between the first two barriers of the recovery.
-        """
-        lines = map(json.loads, self._read("reports").splitlines())
-        text, key = summary([report for _, report in sorted(lines)]), self._of_recovery("summary")
-        self._rendezvous.ask(lambda store: store.set(key, text), self._deadline())
-
-    def summary(self) -> str:
-        """Read the summary. Call it after the second barrier."""
-        return self._read("summary") or "{}"
-
-    def _read(self, name: str) -> str:
-        key = self._of_recovery(name)
-        return self._rendezvous.ask(lambda store: read(store, key), self._deadline()) or ""
-
-    def _of_recovery(self, name: str) -> str:
-        return self._rank.key(name, self.number, 1)
 
     def _deadline(self) -> Deadline:
         """The deadline of the next barrier."""

@@ -179,7 +179,7 @@ class Deadline:
             if late > _LATE_S:
                 self._end += late
 
-    def log(self, detail: Callable[[], str]) -> None:
+    def log(self, detail: Callable[[], str] = str) -> None:
         """Log the reason of the wait, if a message is due."""
         if self.waited >= self._next_log:
             self._next_log *= 2

@@ -31,7 +31,6 @@ from reloadpg.rendezvous.protocol import (
     Delete,
     Ended,
     GaveUp,
-    Pause,
     Rank,
     Read,
     Set,
@@ -62,13 +61,13 @@ class Plan(NamedTuple):
 
     barriers: int
     digest: int
-    flags: dict[str, str] | None = None
+    said: str = ""
 
 
 PLANS = {
-    "offload": Plan(2, 1, {}),
-    "flagged": Plan(2, 1, {"a": "why"}),
-    "reload": Plan(2, 100, {}),
+    "offload": Plan(2, 1),
+    "says": Plan(2, 1, "why"),
+    "reload": Plan(2, 100),
     "recover": Plan(2, 10_000),
     "barrier": Plan(1, 0),
     "end": Plan(1, 1_000_000),
@@ -176,7 +175,7 @@ def call(
 def one_operation(
     one: Rank, operation: str, groups: Groups, *, looks: bool, states: bool
 ) -> Generator[Any, Any, Result]:
-    digest, barriers, flags = PLANS[operation].digest, PLANS[operation].barriers, None
+    digest, barriers = PLANS[operation].digest, PLANS[operation].barriers
     share = digest * (1 if one.rank else 1 - one.size)
     if states:
         barriers = groups.barriers(operation)
@@ -192,13 +191,13 @@ def one_operation(
                 yield Work(barrier)
                 if looks:
                     yield from one.look()
-            flags = None if barrier else PLANS[operation].flags
             counted = True
-            decision = yield from one.barrier(
-                0 if barrier else share, flags, ends=barrier == barriers - 1
-            )
+            own = (0, "") if barrier else (share, PLANS[operation].said)
+            decision = yield from one.barrier(*own, ends=barrier == barriers - 1)
             counted = False
-            if not barrier and decision.flags:
+            if not barrier and PLANS[operation].said not in decision.text:
+                raise Violation(f"what rank {one.rank} has said is lost")
+            if not barrier and decision.text:
                 yield Work(0)
         return Result(number, barriers, "ok", "")
     except StoreLost:
@@ -326,10 +325,9 @@ def thrown(kind: str, rank: int) -> BaseException:
 
 
 def position(key: str) -> tuple[int, tuple[int, int]]:
-    """The job and the barrier of a key."""
-    job, barrier, _ = key.split("/", 2)
-    number, _, index = barrier.partition(".")
-    return int(job), (int(number), int(index))
+    """The job, and the operation and barrier, of a key; -1 if it is of no single barrier."""
+    job, number, name = key.split("/", 2)
+    return int(job), (int(number), int(name.removeprefix("go/")) if name.startswith("go/") else -1)
 
 
 class Explorer:
@@ -347,7 +345,7 @@ class Explorer:
         self.most_errors, self.worlds = 0, 0
         self.seen: set[str] = set()
         self.stores, self.seats, self.histories = Numbers(), Numbers(), Numbers()
-        self.now: dict[int, tuple[Any, int]] = {}  # of a seat: its command and its next
+        self.now: dict[int, tuple[Any, int, int]] = {}  # of a seat: command, next and barrier
         for name in ("step", "execute", "current", "relieved", "stopped"):
             setattr(self, name, cache(getattr(self, name)))
 
@@ -358,14 +356,14 @@ class Explorer:
         with the operation's barrier and the next number."""
         if not seat.script or not seat.live or seat.away:
             number = self.seats.of(seat)
-            self.now[number] = None, seat.next
+            self.now[number] = None, seat.next, 0
             return number, None, 0, seat.next
         if seat.script[0] == "init":
             number = self.seats.of(seat)
-            self.now[number] = Init(), seat.next
+            self.now[number] = Init(), seat.next, 0
             return number, None, 0, seat.next
         one = Rank(seat.rank, self.size, seat.job)
-        one.next, one.confirmed, one.late_polls = seat.next, seat.confirmed, 1
+        one.next, one.confirmed = seat.next, seat.confirmed
         case = self.case
         steps = call(one, seat.script[0], seat.groups, looks=case.looks, states=case.states)
         try:
@@ -380,7 +378,7 @@ class Explorer:
         state = signature(steps, one, seat)
         name = (seat.rank, seat.script, seat.errors, seat.process, state)
         number = self.seats.of(seat, name)
-        self.now[number] = command, one.next
+        self.now[number] = command, one.next, one.at.barrier
         steps.close()
         return number, None, one.at.barrier, one.next
 
@@ -455,7 +453,7 @@ class Explorer:
                 moved = moved and (self.case.faults > 0 or self.case.polls)
                 moved = moved or int(values.get("job", "0")) > job
                 return store, None, key in values or moved or (self.case.polls and not again)
-            case Work() | Pause():
+            case Work():
                 return store, None, True
         return self.stores.of(tuple(sorted(values.items()))), reply, True
 
@@ -496,12 +494,12 @@ class Explorer:
         """The worlds that can follow."""
         found: list[World] = []
         waiting: list[int] = []
-        for index, (rank, digest, command) in enumerate(world.late):
+        for index, (rank, digest, barrier, command) in enumerate(world.late):
             store, _, _ = self.execute(world.store, command)
             left = world._replace(store=store, late=world.late[:index] + world.late[index + 1 :])
-            found.append(self.arrived(left, rank, command, digest))
+            found.append(self.arrived(left, rank, command, barrier, digest))
         for rank, number in enumerate(world.seats):
-            command, _ = self.now[number]
+            command, _, at_barrier = self.now[number]
             if command is None:
                 continue
             if isinstance(command, Init):
@@ -512,7 +510,7 @@ class Explorer:
             store, reply, possible = self.execute(world.store, command)
             if possible:
                 after = world._replace(store=store)
-                after = self.arrived(after, rank, command)
+                after = self.arrived(after, rank, command, at_barrier)
                 found += self.answer(after, rank, reply)
             else:
                 waiting.append(rank)
@@ -567,11 +565,13 @@ class Explorer:
             found += self.answer(less, rank, error("lost"))
             if not isinstance(command, (Read, Await)):
                 made = less._replace(store=self.execute(less.store, command)[0])
-                made = self.arrived(made, rank, command)
+                at_barrier = self.now[less.seats[rank]][2]
+                made = self.arrived(made, rank, command, at_barrier)
                 found += self.answer(made, rank, error("lost"))
                 if "late" in kinds:
                     plan = PLANS[seat.script[0]]
-                    held = less._replace(late=(*less.late, (rank, plan.digest, command)))
+                    late = rank, plan.digest, at_barrier, command
+                    held = less._replace(late=(*less.late, late))
                     found += self.answer(held, rank, error("lost"))
         return found
 
@@ -604,11 +604,14 @@ class Explorer:
 
     # -- what must hold -----------------------------------------------------------------------
 
-    def arrived(self, world: World, rank: int, command: Any, digest: int = 0) -> World:
+    def arrived(
+        self, world: World, rank: int, command: Any, barrier: int, digest: int = 0
+    ) -> World:
         """Record an arrival, if the command is one."""
         if not isinstance(command, Add) or not command.key.endswith("/count"):
             return world
-        job, at = position(command.key)
+        job, (number, _) = position(command.key)
+        at = number, barrier
         there, ends = self.histories.values[world.history]
         digest = digest or PLANS[self.seats.values[world.seats[rank]].script[0]].digest
         there = self.recent(world, there) | {(at, rank, digest, job)}
@@ -671,17 +674,18 @@ class Explorer:
                     raise Violation(f"rank {seat.rank} hangs: {self.show(world)}")
 
     def check_keys(self, world: World) -> None:
-        """Only the keys of the last barrier stay, and those of three barriers for each fault: the
+        """Only the keys of the last operation stay, and those of two others for each fault: the
         rank was about to delete them, or its abandoned request has written them again."""
         left = set()
         for key, _ in self.stores.values[world.store]:
             job, _, rest = key.partition("/")
             if job in ("job", "jobs") or rest == "current":
                 continue
-            spent = {entry[:2] for entry in self.current(world.store, int(job)).spent}
-            if position(key)[1] not in spent:
-                left.add(position(key))
-        if len(left) > 3 * self.case.faults:
+            spent = self.current(world.store, int(job)).spent
+            due = {(n, b) for n, b, _ in spent} | {(n, -1) for n, _, many in spent if many > 1}
+            if position(key)[1] not in due:
+                left.add(tuple(key.split("/")[:2]))
+        if len(left) > 2 * self.case.faults:
             raise Violation(f"keys stay: {left}: {self.show(world)}")
 
     def show(self, world: World) -> str:
@@ -750,7 +754,8 @@ OUTCOMES = "failed disagree timeout"
 SCENARIOS: dict[str, Scenario] = {
     "two ranks": Scenario((CYCLE,) * 2, looks=True, polls=True),
     "three ranks": Scenario((CYCLE,) * 3),
-    "a flag": Scenario((("flagged", "end"), SHORT, SHORT)),
+    "a rank that says something": Scenario((("says", "end"), SHORT, SHORT)),
+    "all say something": Scenario((("says", "end"),) * 2, 1, FAULTS, (1,), OUTCOMES),
     "a plan that differs": Scenario((CYCLE, CYCLE, ("reload", "end")), outcomes="disagree"),
     "an interrupt": Scenario(
         (CYCLE,) * 2, 1, ("interrupt",), (1,), "failed disagree", stays_away=True

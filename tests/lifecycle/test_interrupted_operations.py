@@ -34,7 +34,6 @@ MOMENTS = [
     ("reload", "enter"),
     ("reload", "done"),
     ("recover", "enter"),
-    ("recover", "agreed"),
     ("recover", "done"),
 ]
 

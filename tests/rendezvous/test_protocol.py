@@ -64,8 +64,11 @@ def test_merging_equal_ranks_changes_no_result(name: str, monkeypatch: pytest.Mo
 
 
 MUTATIONS = {
-    "passes a barrier alone": ("== self.size:", ">= self.size - 1:"),
-    "does not compare plans": ("if total >> bits:", "if False:"),
+    "passes a barrier alone": (
+        "== self.size * (at.barrier + 1):",
+        ">= self.size * (at.barrier + 1) - 1:",
+    ),
+    "does not compare plans": ("if speakers != len(texts):", "if False:"),
     "does not record that it has entered": (
         "now, now.number, now.number + 1",
         "now, now.number, self.next",
@@ -76,8 +79,8 @@ MUTATIONS = {
     ),
     "wakes no rank": ('yield Set(self.key("go", *old.at))', "yield Delete(())"),
     "a long wait does not read": (
-        "now = yield from self.read()\n            if now.at == at.at and not again",
-        "now = now\n            if now.at == at.at and not again",
+        "now = yield from self.read()\n            again = True",
+        "now = now\n            again = True",
     ),
     "an end is written twice": (
         "while now.number == number:\n            now",
@@ -108,7 +111,8 @@ MUTATIONS = {
         "recovery, 0, last, spent)",
     ),
     "keeps its keys": ("        if spent:\n", "        if False:\n"),
-    "loses a flag": ('asked or ""', '""'),
+    "loses what a rank says": ("text=summary(texts)", "text=''"),
+    "counts no speaker": ("share + bool(said)", "share"),
     "a reload does not replace the state": (", generation=reconciled(plans)", ""),
     "does not follow to a newer job": ("if newest <= self.job:", "if True:"),
     "does not count the job that it joins": ("newest - counted)", "0)"),
