@@ -165,7 +165,7 @@ class Current(NamedTuple):
         """The value after all ranks have arrived at the barrier."""
         number, barrier = (self.number + 1, 0) if ends else (self.number, self.barrier + 1)
         passed = self.number if ends else self.passed
-        spent = (*self.at, 3 if ends else 1)
+        spent = (*self.at, 2 if ends else 1)
         return Current(number, barrier, self.recovery, passed, decision, (spent,))
 
     def ended(self, decision: Decision, operation: str = "", *, recovers: bool = False) -> Current:
@@ -336,6 +336,8 @@ class Rank:
                 decision = replace(OK, text=summary(texts)) if texts else OK
                 new = at.after(decision, ends=ends)
             now = yield from self._change(at, new)
+            if texts:
+                yield Delete((self.key("said"),))
         while now.at == at.at:
             yield Await(self.key("go"), again)
             now = yield from self.read()
