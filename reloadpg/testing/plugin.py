@@ -35,9 +35,10 @@ all operations started in it were waited for. Sends and receives never begin a p
 
 All ranks of the test must begin the same phases in the same order, since an offload is collective.
 Collectives of smaller groups, and those that C++ starts (DDP's in the backward pass, functional
-collectives), begin no phase: call the fixture ``reload_point`` before them. The groups of every
-backend are reloadable, unless the body calls ``reloadpg.install`` itself. A rank that begins a
-phase alone fails with the library's error that names the missing ranks.
+collectives), begin no phase. To reload before them, call ``reloadpg.offload()`` and
+``reloadpg.reload()`` there if ``reloadpg.is_installed()``. The groups of every backend are
+reloadable, unless the body calls ``reloadpg.install`` itself. A rank that begins a phase alone
+fails with the library's error that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -69,14 +70,12 @@ if TYPE_CHECKING:
 __all__ = [
     "assert_no_group_leaks",
     "rank",
-    "reload_point",
     "run_ranks",
     "world_size",
 ]
 
 RANKS = "ranks"
 PHASES = "reload_each_phase"
-POINT = "reload_point"
 LEAKS = "assert_no_group_leaks"
 
 _TIMEOUT = "reloadpg_timeout"
@@ -265,20 +264,6 @@ def world_size(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def reload_point(request: pytest.FixtureRequest) -> Any:
-    """A function that offloads and reloads; call it on all ranks, at least once.
-
-    Without the mark ``reload_each_phase``, each call is a cycle: the plugin installs the library
-    before the default group is created, with the groups of every backend, if the body does not. A
-    test that has reloaded no group fails.
-
-    With that mark, it adds phases that the mark does not detect, since C++ starts their collectives
-    (the backward pass of DDP, functional collectives). In the unchanged run it does nothing.
-    """
-    return _only_in_ranks(request, POINT)
-
-
-@pytest.fixture
 def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Check that the test leaves no process group.
 
@@ -314,7 +299,6 @@ class RankTest:
         checks_leaks: whether to check that no group is left.
         arguments: the plugin's fixtures that the function takes as arguments.
         phases: whether to reload between phases; False for the unchanged run.
-        points: whether to reload only at the calls of ``reload_point``.
     """
 
     module: str
@@ -327,7 +311,6 @@ class RankTest:
     arguments: tuple[str, ...]
     backend: str | None
     phases: bool
-    points: bool
     timeout: float
 
 
@@ -346,7 +329,6 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
         arguments=tuple(name for name in in_ranks if name in parameters),
         backend=mark.backend,
         phases=bool(reloaded),
-        points=POINT in in_ranks and item.get_closest_marker(PHASES) is None,
         timeout=_limit(item, mark.timeout),
     )
 
@@ -442,13 +424,11 @@ def _compiled(file: str) -> bytes:
 
 def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[str, str]:
     """Run the test; return ``passed``, ``skipped`` or ``xfailed``, and the reason."""
-    made: dict[str, Any] = {"rank": rank, "world_size": world_size, POINT: lambda: None}
+    made: dict[str, Any] = {"rank": rank, "world_size": world_size}
     with ExitStack() as stack:
-        if test.phases or test.points:
+        if test.phases:
             # Before the module is loaded: the collectives that it imports are wrapped then.
-            made[POINT] = stack.enter_context(
-                reloading(test.phases, test.timeout, points=POINT in test.arguments)
-            )
+            stack.enter_context(_reloading(test.timeout))
         function = _load(test, code)
         stack.enter_context(_default_group(test.backend, test.timeout))
         if test.checks_leaks:  # it ends first: the default group's end destroys all groups
@@ -574,49 +554,45 @@ def _text(group: Any) -> str:
 
 
 @contextmanager
-def reloading(phases: bool, timeout: float, *, points: bool) -> Iterator[Callable[[], None]]:
+def _reloading(timeout: float) -> Iterator[None]:
     """Reload before each phase within this block. The patches remain for the life of the process.
 
-    Yields a function that offloads and reloads. Raises ``AssertionError`` if the block passed but
-    nothing was offloaded. The arguments are whether collectives begin phases, the timeout of the
-    test, and whether the test uses ``reload_point``; without phases, only its calls reload.
+    Raises ``AssertionError`` if the block passed but nothing was offloaded.
     """
-    made = _Phases(timeout)
-    made.watch(*((*_COLLECTIVES, *_POINT_TO_POINT) if phases else ()))
-    yield made.called
-    if points and made.calls == 0:
+    import reloadpg
+
+    offloads: list[bool] = []
+    reloadpg.on_report(lambda report: offloads.append(report.changed))
+    phases = _Phases(timeout)
+    yield
+    if not any(offloads):
+        why = "there is no reloadable group" if phases.points else "no phase began"
         raise AssertionError(
-            f"the fixture {POINT} was not called, so nothing was reloaded there. Call it on all "
-            "ranks, after the groups are created."
-        )
-    if made.cycles == 0:
-        what = f"the mark {PHASES}" if phases else f"the fixture {POINT}"
-        groups = "there is no reloadable group" if made.points else "no phase began"
-        raise AssertionError(
-            f"{what} had nothing to reload: {groups}, so this run was the same as one without "
-            "reloads. Use a collective of torch.distributed on all ranks, wait for asynchronous "
-            f"ones, or call the fixture {POINT}."
+            f"the mark {PHASES} had nothing to reload: {why}, so this run was the same as one "
+            "without reloads. Use a collective of torch.distributed on all ranks, wait for "
+            "asynchronous ones, or call reloadpg.offload() and reload()."
         )
 
 
 class _Phases:
-    """The phases of one rank: points at which it reloads, and cycles that released groups."""
+    """The phases of one rank: points at which it reloads."""
 
     def __init__(self, timeout: float) -> None:
-        self.calls = self.points = self.cycles = 0
+        self.points = 0
         self._timeout = timedelta(seconds=timeout / 2)
         self._thread = threading.get_ident()
         self._depth = 0
         self._pending: set[Any] = set()
+        self._watch()
 
-    def watch(self, *functions: str) -> None:
-        """Wrap these functions and the bring-up, for the life of the process. Not idempotent."""
+    def _watch(self) -> None:
+        """Wrap the functions and the bring-up, for the life of the process."""
         import torch.distributed as dist
         import wrapt
 
         from ..c10d import creation
 
-        for name in (*functions, "init_process_group"):
+        for name in (*_COLLECTIVES, *_POINT_TO_POINT, "init_process_group"):
             original = getattr(dist, name, None)
             if original is None:
                 continue
@@ -626,30 +602,14 @@ class _Phases:
                 if vars(module).get(name) is original:
                     setattr(module, name, wrapper)
 
-    def called(self) -> None:
-        """Do what ``reload_point()`` does."""
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            raise AssertionError(
-                f"{POINT}() was called without a default group; nothing was reloaded. Call it "
-                "after torch.distributed.init_process_group()."
-            )
-        self.calls += 1
-        self.point()
-
-    def point(self) -> None:
-        """Offload and reload here, if there is a job. Collective over all ranks."""
-        import torch.distributed as dist
-
+    def _reload(self) -> None:
+        """Offload and reload here. Collective over all ranks."""
         import reloadpg
 
-        if not dist.is_initialized():
-            return
         self.points += 1
         self._depth += 1
         try:
-            self.cycles += reloadpg.offload().changed
+            reloadpg.offload()
             reloadpg.reload()
         finally:
             self._depth -= 1
@@ -677,7 +637,7 @@ class _Phases:
         if self._depth or threading.get_ident() != self._thread:
             return wrapped(*args, **kwargs)
         if wrapped.__name__ in _COLLECTIVES and self._begins(_group_of(wrapped, args, kwargs)):
-            self.point()
+            self._reload()
         self._depth += 1
         try:
             result = wrapped(*args, **kwargs)

@@ -127,13 +127,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_phases_synchronous": ("passed",),
     "test_phases_asynchronous": ("passed",),
     "test_phases_of_smaller_groups_and_sends": ("passed",),
-    "test_phases_by_reload_point": ("passed",),
-    "test_point_without_the_mark": ("passed",),
-    "test_point_that_is_not_called": ("failed", "the fixture reload_point was not called"),
-    "test_point_without_a_group": ("failed", "reload_point() was called without a default group"),
-    "test_point_with_nothing_to_reload": (
-        *("failed", "the fixture reload_point had nothing to reload: there is no reloadable"),
-    ),
+    "test_reload_in_the_body": ("passed",),
     "test_phases_with_nothing_to_reload": (
         *("failed", "the mark reload_each_phase had nothing to reload: there is no reloadable"),
     ),
@@ -149,7 +143,6 @@ RED = {
     "run_ranks": "test_run_ranks_fixture",
     "rank": "test_rank_fixture_without_the_mark",
     "world_size": "test_world_size_fixture_without_the_mark",
-    "reload_point": "test_point_with_nothing_to_reload",
     "assert_no_group_leaks": "test_leak_around_the_test[plain]",
     "ranks": "test_fails_on_one_rank",
     "reload_each_phase": "test_phases_with_nothing_to_reload[reloaded]",

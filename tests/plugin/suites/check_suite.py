@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed import all_reduce  # an early alias, as Megatron has
 
 import reloadpg
@@ -313,48 +314,15 @@ def test_phases_of_smaller_groups_and_sends(rank):
     check_cycles(1)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.reload_each_phase
-def test_phases_by_reload_point(assert_no_group_leaks, reload_point):
-    simulated.register()
-    dist.init_process_group("sim")
-    for _ in range(3):
-        reload_point()
-    check_cycles(3)
-    dist.destroy_process_group()
-
-
-@pytest.mark.ranks(2)
-def test_point_without_the_mark(reload_point):
-    """The program of a user who has not installed the library: the timeout survives a reload."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=78))
-    for count in (1, 2):
-        reload_point()
-        assert reloadpg.status().cycles == count
-    seconds = [
-        one._get_backend(torch.device("cpu")).options._timeout for one in (dist.group.WORLD, group)
-    ]
-    assert seconds == [timedelta(seconds=77), timedelta(seconds=78)]
-    assert summed(group) == 2  # and no phase begins here
-    assert reloadpg.status().cycles == 2
-
-
 @pytest.mark.ranks(2, backend="gloo")
-def test_point_that_is_not_called(reload_point):
-    assert summed() == 2
-
-
-@pytest.mark.ranks(2)
-def test_point_without_a_group(reload_point):
-    reload_point()
-
-
-@pytest.mark.ranks(2)
-def test_point_with_nothing_to_reload(reload_point):
-    reloadpg.install()  # gloo groups bypass
-    dist.init_process_group("gloo")
-    reload_point()
+@pytest.mark.reload_each_phase
+def test_reload_in_the_body():
+    """Before a collective that C++ starts, which begins no phase."""
+    if reloadpg.is_installed():
+        reloadpg.offload()
+        reloadpg.reload()
+    assert funcol.all_reduce(torch.ones(1), "sum", dist.group.WORLD).item() == 2
+    check_cycles(1)
 
 
 @pytest.mark.ranks(2)
