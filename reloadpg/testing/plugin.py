@@ -56,7 +56,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -70,7 +69,6 @@ if TYPE_CHECKING:
 __all__ = [
     "assert_no_group_leaks",
     "rank",
-    "run_ranks",
     "world_size",
 ]
 
@@ -230,25 +228,6 @@ def pytest_runtest_makereport(
 
 # ---------------------------------------------------------------------------------------------
 # fixtures
-
-
-@pytest.fixture
-def run_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """``reloadpg.testing.run_ranks`` bound to this test.
-
-    Temporary files of the ranks go to the test's ``tmp_path``, and the time limit is that of the
-    test (the ini option ``reloadpg_timeout``) unless the call names one. Otherwise as described
-    there: ``run_ranks(fn, world_size, args=..., kwargs=...)`` with a module-level function.
-    """
-    from .ranks import run_ranks as run
-
-    limit = _limit(request.node, None)
-
-    def bound(fn: Any, world_size: int, **settings: Any) -> list[Any]:
-        env = {"TMPDIR": str(tmp_path), **(settings.pop("env", None) or {})}
-        return run(fn, world_size, env=env, **{"timeout": limit, **settings})
-
-    return bound
 
 
 @pytest.fixture

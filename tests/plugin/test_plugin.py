@@ -101,7 +101,6 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_world_size_fixture_without_the_mark": ("error", "the fixture world_size is for tests"),
     "test_reloads_without_ranks[as-is]": ("error", "needs the mark ranks"),
     "test_reloads_without_ranks[reloaded]": ("error", "needs the mark ranks"),
-    "test_run_ranks_fixture": ("failed", "rank 0: still running at the time limit of 0.5 s"),
     "test_sim_communicator_left": ("error", "holds a communicator of group '0'"),
     "test_no_leak": ("passed",),
     **{
@@ -140,7 +139,6 @@ EXPECTED: dict[str, tuple[str, ...]] = {
 
 
 RED = {
-    "run_ranks": "test_run_ranks_fixture",
     "rank": "test_rank_fixture_without_the_mark",
     "world_size": "test_world_size_fixture_without_the_mark",
     "assert_no_group_leaks": "test_leak_around_the_test[plain]",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 import threading
 import unittest
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -172,18 +169,6 @@ def test_world_size_fixture_without_the_mark(world_size):
 @pytest.mark.reload_each_phase
 def test_reloads_without_ranks():
     raise RuntimeError("never run")
-
-
-def where(rank, world_size):
-    if world_size == 1:
-        wait_indefinitely()
-    return tempfile.gettempdir()
-
-
-def test_run_ranks_fixture(run_ranks, tmp_path):
-    assert Path(sys.argv[0]).name == "__main__.py"  # this test runs here
-    assert run_ranks(where, 2) == [str(tmp_path)] * 2
-    run_ranks(where, 1, timeout=0.5)
 
 
 # ---------------------------------------------------------------------------------------------
