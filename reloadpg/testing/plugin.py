@@ -51,7 +51,7 @@ import marshal
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -246,14 +246,13 @@ def world_size(request: pytest.FixtureRequest) -> Any:
 def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Check that the test leaves no process group.
 
-    Compares the groups in c10d's tables, and the communicators of the simulated accelerator, before
-    and after the test. The failure names the test and the groups, which are then destroyed, so that
-    the tests that follow can run. On ranks, it is created in each rank.
+    Compares the groups in c10d's tables before and after the test. The failure names the test and
+    the groups. On ranks, it is created in each rank.
     """
     if request.node.get_closest_marker(RANKS) is not None:
         yield _MADE_IN_RANKS
         return
-    with _assert_no_group_leaks(request.node.nodeid, destroys=True):
+    with _assert_no_group_leaks(request.node.nodeid):
         yield
 
 
@@ -411,7 +410,7 @@ def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[s
         function = _load(test, code)
         stack.enter_context(_default_group(test.backend, test.timeout))
         if test.checks_leaks:  # it ends first: the default group's end destroys all groups
-            made[LEAKS] = stack.enter_context(_assert_no_group_leaks(test.test, destroys=False))
+            made[LEAKS] = stack.enter_context(_assert_no_group_leaks(test.test))
         try:
             function(**test.values, **{name: made[name] for name in test.arguments})
         except pytest.skip.Exception as skipped:
@@ -459,60 +458,26 @@ def _load(test: RankTest, code: bytes) -> Callable[..., Any]:
 # leaked groups
 
 
-def _existing() -> dict[tuple[str, str], str]:
-    """The process groups of this process, as text by place and name. Runs a garbage collection."""
+def _existing() -> dict[str, str]:
+    """The process groups of this process, as text by name. Runs a garbage collection."""
     from ..c10d import tables
 
     gc.collect()
-    found = {}
-    for group in tables.known_groups():
-        name = tables.name_of(group)
-        found["table", name] = f"group {name!r} ({_text(group)}) is still in c10d's tables"
-    if simulated := sys.modules.get("reloadpg.testing.simulated"):
-        for one in simulated.groups():
-            found["simulated", one.name.partition("@")[0]] = (
-                f"the simulated accelerator still holds a communicator of group {one.name!r}"
-            )
-    return found
+    return {tables.name_of(group): _text(group) for group in tables.known_groups()}
 
 
 @contextmanager
-def _assert_no_group_leaks(test: str, *, destroys: bool) -> Iterator[None]:
-    """Check that this block, if it passes, leaves no process group. Local.
-
-    Args:
-        test: the id of the test.
-        destroys: whether to destroy what was left, since other tests run in this process.
-    """
-    before = {name for _, name in _existing()}
+def _assert_no_group_leaks(test: str) -> Iterator[None]:
+    """Check that this block, if it passes, leaves no process group. Local."""
+    before = _existing()
     yield
-    left = [text for (_, name), text in _existing().items() if name not in before]
+    left = [text for name, text in _existing().items() if name not in before]
     if left:
         lines = "\n".join(f"  {one}" for one in left)
-        done = _destroy_all_but(before) if destroys else ""
         raise AssertionError(
-            f"{test} left process groups behind:\n{lines}\n{done}Destroy them with "
+            f"{test} left process groups behind, in c10d's tables:\n{lines}\nDestroy them with "
             "torch.distributed.destroy_process_group(group); without an argument it destroys all."
         )
-
-
-def _destroy_all_but(names: Collection[str]) -> str:
-    """Destroy the groups with other names, for the tests that follow; say what failed."""
-    import torch.distributed as dist
-
-    from ..c10d import tables
-
-    failures = []
-    world = tables.world()
-    left = [group for group in tables.known_groups() if tables.name_of(group) not in names]
-    # The default group comes last: its end destroys all others.
-    for group in sorted(left, key=lambda group: group is world):
-        name = tables.name_of(group)
-        try:
-            dist.destroy_process_group(group)
-        except Exception as error:
-            failures.append(f"group {name!r} could not be destroyed: {error}\n")
-    return "".join(failures) or "They were destroyed, for the tests that follow. "
 
 
 def _text(group: Any) -> str:
@@ -525,7 +490,8 @@ def _text(group: Any) -> str:
         kind = f"{desc!r}, {kind}"
     ranks = tables.ranks_of(group)
     members = list(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
-    return f"{kind}{tables.backend_of(group)}, ranks {members}"
+    name = tables.name_of(group)
+    return f"group {name!r} ({kind}{tables.backend_of(group)}, ranks {members})"
 
 
 # ---------------------------------------------------------------------------------------------

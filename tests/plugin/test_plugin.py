@@ -101,27 +101,19 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_world_size_fixture_without_the_mark": ("error", "the fixture world_size is for tests"),
     "test_reloads_without_ranks[as-is]": ("error", "needs the mark ranks"),
     "test_reloads_without_ranks[reloaded]": ("error", "needs the mark ranks"),
-    "test_sim_communicator_left": ("error", "holds a communicator of group '0'"),
     "test_no_leak": ("passed",),
     **{
         f"test_leak_around_the_test[{kind}]": (
             *("error", f"test_leak_around_the_test[{kind}] left process groups behind"),
             *("in c10d's tables", f"'of {kind}', "),
-            "They were destroyed, for the tests that follow. Destroy them",
         )
         for kind in ("plain", "reloadable", "offloaded")
     },
-    "test_after_leaks": ("passed",),
     "test_leaks_on_ranks": (
-        *(
-            "failed",
-            "2 of 2 ranks failed",
-            "'default_pg', reloadable, sim, ranks [0, 1]) is",
-        ),
-        "still holds a communicator of group '0'",
+        *("failed", "2 of 2 ranks failed", "group '0' ('default_pg', reloadable, sim, ranks"),
     ),
     "test_no_leak_on_ranks": ("passed",),
-    "test_leak_with_a_default_group": ("failed", "2 of 2 ranks failed", "is still in c10d's"),
+    "test_leak_with_a_default_group": ("failed", "2 of 2 ranks failed", "in c10d's tables"),
     "test_body_failure_with_a_leak": ("failed", "LookupError: of the body"),
     "test_phases_synchronous": ("passed",),
     "test_phases_asynchronous": ("passed",),
@@ -205,8 +197,7 @@ def test_a_failure_is_reported_once_and_begins_with_the_rank(suite: Suite) -> No
     assert suite.output.count("words of rank 1") == report.count("=====\nTraceback") == 1
     assert "testing/plugin" not in report
     only_its_own = suite.tests["test_body_failure_with_a_leak"][1]
-    assert "left behind" not in only_its_own
-    assert "still exist" not in only_its_own
+    assert "left process groups" not in only_its_own
     assert "test_fails_on_one_rank - Failed: rank 1: AssertionErr" in suite.output
 
 

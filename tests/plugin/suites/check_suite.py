@@ -187,12 +187,6 @@ def ended():
         dist.destroy_process_group()
 
 
-def test_sim_communicator_left(ended, assert_no_group_leaks):
-    simulated.register()
-    initialized_alone("sim")
-    summed()
-
-
 def test_no_leak(assert_no_group_leaks):
     initialized_alone("gloo")
     dist.destroy_process_group(dist.new_group([0]))
@@ -200,18 +194,13 @@ def test_no_leak(assert_no_group_leaks):
 
 
 @pytest.mark.parametrize("kind", ["plain", "reloadable", "offloaded"])
-def test_leak_around_the_test(kind, assert_no_group_leaks):
+def test_leak_around_the_test(kind, ended, assert_no_group_leaks):
     if kind != "plain" and not reloadpg.is_installed():
         reloadpg.install(backends={"gloo"}, min_size=1)
     initialized_alone("gloo")
     dist.new_group([0], group_desc=f"of {kind}")
     if kind == "offloaded":
         reloadpg.offload()
-
-
-def test_after_leaks(assert_no_group_leaks):
-    initialized_alone("gloo")
-    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2)
