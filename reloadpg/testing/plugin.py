@@ -51,7 +51,7 @@ import marshal
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -77,7 +77,6 @@ PHASES = "reload_each_phase"
 LEAKS = "assert_no_group_leaks"
 
 _TIMEOUT = "reloadpg_timeout"
-_STANDINS = "reloadpg_standins"
 _RELOADED = "reloadpg_reloaded"
 
 _COLLECTIVES = (
@@ -149,7 +148,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add options: the default timeout of tests on ranks, and the use of stand-ins."""
     parser.addini(_TIMEOUT, "seconds that tests on ranks may take (reloadpg)", default="60")
     what = "run tests on ranks over stand-ins for CUDA and NCCL, without a GPU (reloadpg)"
-    parser.addini(_STANDINS, what, type="bool", default=False)
     group = parser.getgroup("reloadpg")
     group.addoption("--reloadpg-standins", action="store_true", help=what)
 
@@ -163,7 +161,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "collective phase; needs the mark ranks",
     ):
         config.addinivalue_line("markers", line)
-    if config.getoption("--reloadpg-standins") or config.getini(_STANDINS):
+    if config.getoption("--reloadpg-standins"):
         from . import standins
 
         try:
@@ -210,20 +208,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
         return None
     execute(_rank_test(pyfuncitem, mark), mark)
     return True
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Shorten the line of the summary to the rank and the reason. On CI, pytest shows the whole
-    message there, so the output of the ranks would appear twice.
-    """
-    report = yield
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if call.when == "call" and crash is not None and item.get_closest_marker(RANKS) is not None:
-        crash.message = crash.message.partition("\n")[0]
-    return report
 
 
 # ---------------------------------------------------------------------------------------------
@@ -327,15 +311,8 @@ def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:
 
 def _limit(node: pytest.Item, named: timedelta | float | None) -> float:
     """The time limit of a test on ranks, in seconds."""
-    given = str(node.config.getini(_TIMEOUT))
-    try:
-        value = float(given) if named is None else named
-        return as_timedelta(value, _TIMEOUT if named is None else "timeout").total_seconds()
-    except ValueError:
-        raise failed(
-            f"{_TIMEOUT} = {given} is not a number of seconds; nothing was run. Correct the ini "
-            "option."
-        ) from None
+    given = float(node.config.getini(_TIMEOUT)) if named is None else named
+    return as_timedelta(given, _TIMEOUT if named is None else "timeout").total_seconds()
 
 
 def execute(test: RankTest, mark: RanksMark) -> None:
