@@ -49,7 +49,9 @@ RANKS = 4
 GROUPS = (2, 8, 16, 32)
 BACKENDS = ("sim", "gloo")
 WAYS = ("reloadable", "by hand")
-SIM = {"bytes_per_communicator": 4 << 20, "creation_seconds": 0.02, "release_seconds": 0.01}
+BYTES = 4 << 20
+SECONDS = {"create": 0.02, "release": 0.01}
+"""Length of the steps of the simulated accelerator."""
 FIGURES = ("release_ms", "rebuild_ms", "cycle_ms", "ratio", "freed_mb")
 TIME_LIMIT_S = 500
 
@@ -63,7 +65,9 @@ def rank_of_job(
     warnings.simplefilter("ignore")
     if backend == "sim":
         simulated.register()
-        simulated.configure(**SIM)
+        simulated.configure(bytes_per_communicator=BYTES)
+        for step, seconds in SECONDS.items():
+            simulated.inject(simulated.Fault(step, "stall", seconds=seconds, times=None))  # type: ignore[arg-type]
     ours = way == "reloadable"
     with reloadpg.install(backends={backend}, world=False) if ours else nullcontext():
         dist.init_process_group(backend)
@@ -154,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {
         "benchmark": "cycle",
         "machine": machine(),
-        "settings": {"cycles": cycles, "ranks": RANKS, **SIM},
+        "settings": {"cycles": cycles, "ranks": RANKS, "bytes": BYTES, **SECONDS},
         "by_groups": by_groups(GROUPS[:1] if options.quick else GROUPS, cycles),
         "by_job_size": by_job_size(JOB_SIZES[:1] if options.quick else JOB_SIZES, cycles),
     }

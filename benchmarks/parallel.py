@@ -41,6 +41,11 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
+def slow(creation: float) -> simulated.Fault:
+    """Every creation takes this number of seconds."""
+    return simulated.Fault("create", "stall", seconds=creation, times=None)
+
+
 def groups_of(count: int) -> list[Any]:
     return [dist.new_group(list(range(RANKS))) for _ in range(count)]
 
@@ -49,7 +54,7 @@ def reloads(rank: int, size: int, width: int, groups: int, creation: float, cycl
     """The median time of a reload of WORLD and this number of groups."""
     start(width)
     groups_of(groups)
-    simulated.configure(creation_seconds=creation)
+    simulated.inject(slow(creation))
     times = []
     for _ in range(cycles):
         reloadpg.offload()
@@ -61,7 +66,8 @@ def torch_alone(rank: int, size: int, groups: int, creation: float) -> float:
     """Time to create the same number of groups without the library, one in place of WORLD."""
     simulated.register()
     dist.init_process_group(simulated.NAME)
-    simulated.configure(creation_seconds=creation, bytes_per_communicator=1 << 20)
+    simulated.configure(bytes_per_communicator=1 << 20)
+    simulated.inject(slow(creation))
     return timed(lambda: groups_of(groups + 1))
 
 
@@ -71,7 +77,7 @@ def concurrent(
     """A reload and a copy, in sequence and at the same time; medians."""
     start(width)
     groups_of(groups)
-    simulated.configure(creation_seconds=creation)
+    simulated.inject(slow(creation))
 
     def after() -> None:
         reloadpg.reload(connect="eager")

@@ -30,7 +30,6 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -83,8 +82,6 @@ all of torch.distributed can run on it without an accelerator."""
 class Settings:
     bytes_per_communicator: int = 32 << 20
     eager: bool = False
-    creation_seconds: float = 0.0
-    release_seconds: float = 0.0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -579,7 +576,6 @@ class Communicator:
             return False
         self.info.releasing = True
         _device.check("release", operation, self.info)
-        time.sleep(self._settings.release_seconds)
         return True
 
     def _take(self, state: SimState) -> list[Any]:
@@ -747,8 +743,6 @@ def configure(
     *,
     bytes_per_communicator: int | None = None,
     eager: bool | None = None,
-    creation_seconds: float | None = None,
-    release_seconds: float | None = None,
 ) -> None:
     """Set properties of groups that are created later. Local.
 
@@ -759,18 +753,10 @@ def configure(
             MiB).
         eager: whether creation connects all members, like NCCL's with a bound device: collective
             and blocking (default: False).
-        creation_seconds: duration of a creation, without holding the GIL (default: 0).
-        release_seconds: duration of ``shutdown`` or ``abort``, without holding the GIL (default:
-            0).
-
-    Raises:
-        ValueError: a number is out of range; nothing was changed.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
-    for name, value in given.items():
-        if value < 0:
-            raise ValueError(f"configure({name}={value}): must be 0 or more; nothing was changed")
-    _device.settings = replace(_device.settings, **given)
+    given = {"bytes_per_communicator": bytes_per_communicator, "eager": eager}
+    changed: Any = {name: value for name, value in given.items() if value is not None}
+    _device.settings = replace(_device.settings, **changed)
 
 
 def stats() -> Stats:
@@ -827,7 +813,6 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
     )
     settings = _device.settings
     _device.check("create", "create", info)
-    time.sleep(settings.creation_seconds)
     communicator = Communicator(info, received.store, settings)
     group = SimulatedProcessGroup(communicator, received.store)
     try:

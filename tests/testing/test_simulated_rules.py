@@ -324,7 +324,6 @@ def test_a_fault_can_be_at_a_barrier_and_in_a_failure(rank: int) -> None:
         (Fault, {"at": "failure", "moment": "after"}),
         (Fault, {"at": "barrier", "group": "1"}),
         (Fault, {"at": "barrier", "moment": "waiting"}),
-        (simulated.configure, {"bytes_per_communicator": -1}),
     ],
 )
 def test_an_invalid_fault_or_setting_raises(function: Any, arguments: dict[str, Any]) -> None:
