@@ -35,7 +35,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -62,7 +61,6 @@ __all__ = [
     "GroupInfo",
     "InjectedFault",
     "InjectedFaultError",
-    "SimState",
     "Stats",
     "clear_faults",
     "configure",
@@ -88,39 +86,21 @@ class Settings:
 # groups
 
 
-class SimState(str, Enum):
-    """State of a communicator of the simulated accelerator."""
-
-    CREATED = "created"
-    CONNECTED = "connected"
-    RELEASED = "released"
-    LEAKED = "leaked"
-
-    def __str__(self) -> str:
-        return self.value
-
-
 @dataclass(frozen=True)
 class Stats:
     """Counters of one process since it registered the backend, or was forked.
 
     Attributes:
         created: number of created groups.
-        connected: number of groups that were used at least once.
-        released: number of groups ended by ``shutdown`` or ``abort``.
-        leaked: number of groups collected without either; their memory is freed anyway.
+        released: number of groups that were shut down, aborted or collected.
         live: number of existing groups.
         held_bytes: memory that communicators hold.
-        collectives: number of collective and point-to-point operations that were started.
     """
 
     created: int
-    connected: int
     released: int
-    leaked: int
     live: int
     held_bytes: int
-    collectives: int
 
 
 @dataclass(eq=False)
@@ -135,7 +115,7 @@ class GroupInfo:
         ranks: global ranks as received; torch passes none for the default group.
         timeout: the timeout as received.
         pg_options: the object that was received.
-        state: :class:`SimState`.
+        state: ``created``, ``connected`` or ``released``.
         held_bytes: memory that it holds now.
         collectives: operations that were started on it.
         serial: number of the group in this process, counted from 1.
@@ -148,12 +128,10 @@ class GroupInfo:
     ranks: tuple[int, ...]
     timeout: timedelta
     pg_options: object
-    state: SimState = SimState.CREATED
+    state: Literal["created", "connected", "released"] = "created"
     held_bytes: int = 0
     collectives: int = 0
     serial: int = 0
-    releasing: bool = False
-    """Whether a release was begun."""
     memory: mmap.mmap | None = None
 
     @property
@@ -163,7 +141,7 @@ class GroupInfo:
 
     @property
     def is_open(self) -> bool:
-        return self.state not in (SimState.RELEASED, SimState.LEAKED)
+        return self.state != "released"
 
     def __str__(self) -> str:
         return f"group {self.name!r} ({self.desc})"
@@ -357,25 +335,19 @@ class Device:
         """Take ``size`` bytes of real memory."""
         info.memory = _resident(size)
         with self.lock:
-            info.held_bytes, info.state = size, SimState.CONNECTED
+            info.held_bytes, info.state = size, "connected"
             self.counts["held_bytes"] += size
-            self.counts["connected"] += 1
 
-    def used(self, info: GroupInfo) -> None:
-        with self.lock:
-            info.collectives += 1
-            self.counts["collectives"] += 1
-
-    def close(self, info: GroupInfo, state: SimState) -> None:
-        """Return the memory to the operating system. Idempotent: the first state counts."""
+    def close(self, info: GroupInfo) -> None:
+        """Return the memory to the operating system. Idempotent."""
         with self.lock:
             if not info.is_open:
                 return
             self.counts["held_bytes"] -= info.held_bytes
             self.counts["live"] -= 1
-            self.counts[state.value] += 1
+            self.counts["released"] += 1
             memory, info.memory = info.memory, None
-            info.held_bytes, info.state = 0, state
+            info.held_bytes, info.state = 0, "released"
             if memory is not None:
                 memory.close()
             del self.live[info.serial]
@@ -468,7 +440,8 @@ class Communicator:
         """The transport for one operation; connects at the first."""
         group = self.transport(operation)
         _device.check("collective", operation, self.info)
-        _device.used(self.info)
+        with _device.lock:
+            self.info.collectives += 1
         return group
 
     def transport(self, operation: str) -> ProcessGroup:
@@ -556,33 +529,30 @@ class Communicator:
     def shutdown(self) -> None:
         """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
         if self._begin_release("shutdown"):
-            self._take(SimState.RELEASED)
+            self._take()
             _device.check("release", "shutdown", self.info, "after")
 
     def abort(self) -> None:
         """Like :meth:`shutdown`, but waits for nothing. Idempotent."""
         if self._begin_release("abort"):
-            _drop_later(self._take(SimState.RELEASED))
+            _drop_later(self._take())
             _device.check("release", "abort", self.info, "after")
 
     def collected(self) -> None:
-        """The group object was collected: a leak, unless a release was attempted."""
-        if self.info.is_open:
-            state = SimState.RELEASED if self.info.releasing else SimState.LEAKED
-            _drop_later(self._take(state))
+        """The group object was collected: its memory is freed."""
+        _drop_later(self._take())
 
     def _begin_release(self, operation: str) -> bool:
         if not self.info.is_open:
             return False
-        self.info.releasing = True
         _device.check("release", operation, self.info)
         return True
 
-    def _take(self, state: SimState) -> list[Any]:
+    def _take(self) -> list[Any]:
         with self._changing:
             parts: list[Any] = [self._gloo, self._group]
             self._gloo = self._group = None
-            _device.close(self.info, state)
+            _device.close(self.info)
         return parts
 
 
