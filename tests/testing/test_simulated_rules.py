@@ -307,20 +307,15 @@ def test_a_fault_can_be_at_a_barrier_and_in_a_failure(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments"),
+    "arguments",
     [
-        (Fault, {"at": "destroy"}),
-        (Fault, {"at": "create", "action": "explode"}),
-        (Fault, {"at": "create", "nth": 0}),
-        (Fault, {"at": "create", "action": "call"}),
-        (Fault, {"at": "create", "call": print}),
-        (Fault, {"at": "collective", "moment": "after"}),
-        (Fault, {"at": "create", "moment": "waiting"}),
-        (Fault, {"at": "failure", "moment": "after"}),
-        (Fault, {"at": "barrier", "group": "1"}),
-        (Fault, {"at": "barrier", "moment": "waiting"}),
+        {"at": "destroy"},
+        {"at": "create", "action": "explode"},
+        {"at": "create", "moment": "during"},
+        {"at": "create", "action": "call"},
+        {"at": "create", "call": print},
     ],
 )
-def test_an_invalid_fault_or_setting_raises(function: Any, arguments: dict[str, Any]) -> None:
+def test_an_invalid_fault_raises(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        function(**arguments)
+        Fault(**arguments)
