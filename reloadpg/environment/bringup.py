@@ -30,7 +30,7 @@ from ..settings import as_timedelta
 from ..texts import named_ranks
 from .device import Placement, accelerator, choose_placement, parse_device
 from .launchers import check_group, identify
-from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
+from .mesh import build_mesh, checked_seed, resolve_mesh_dims, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import interface_in_use, restore_interface, select_interface
 from .store import claim_place, open_store
@@ -158,7 +158,7 @@ def init_distributed(
     init_timeout = as_timedelta(init_timeout, "init_timeout")
     validate(connect, "init_distributed")
     if seed is not None:
-        seed_for(seed, {}, {}, ())
+        checked_seed(seed)
     if store is not None and not isinstance(store, Store):
         raise InvalidOptionError(
             f"store={store!r} is not a store. Nothing was started. Pass a torch.distributed store."

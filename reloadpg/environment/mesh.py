@@ -1,4 +1,4 @@
-"""The mesh: rules for its dimensions, its groups, and seeds that follow its coordinates.
+"""The mesh: rules for its dimensions, its groups, and the seed of each pipeline stage.
 
 ``init_device_mesh`` creates its groups with torch's default timeout (30 minutes for gloo, 10 for
 NCCL), whatever the timeout of WORLD. So the groups are created here and passed to
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
@@ -130,66 +130,39 @@ def build_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -
 # -- seeds ------------------------------------------------------------------------------------
 
 
-def set_seed(
-    seed: int, mesh: DeviceMesh | None = None, distinct_dims: Sequence[str] = ("pp",)
-) -> int:
+def set_seed(seed: int, mesh: DeviceMesh | None = None) -> int:
     """Seed Python, NumPy's legacy generator (if installed), torch's CPU and all its devices.
 
     Local, non-blocking, idempotent; not thread-safe, since the generators belong to the process.
-    Ranks that differ in a distinct dimension get different seeds; all others get equal seeds.
-    Devices that torch has not initialized are seeded when they are.
+    Ranks that differ in the dimension ``pp`` of the mesh get different seeds; all others get equal
+    seeds. Devices that torch has not initialized are seeded when they are.
 
     Args:
         seed: from 0 to 2**64 - 1, equal on all ranks. NumPy gets it modulo 2**32.
-        mesh: the mesh of the job, with named dimensions; with None all ranks get ``seed``.
-        distinct_dims: names of the dimensions along which seeds differ. A dimension that the mesh
-            has dropped (size 1) is allowed; without a mesh, any name is.
+        mesh: the mesh of the job, which contains this rank. Without a mesh, or a dimension ``pp``,
+            all ranks get ``seed``. For other dimensions, add a rank's coordinate to the seed.
 
     Returns:
         The seed of this rank.
 
     Raises:
-        InvalidOptionError: the seed is out of range, a dimension is not a name or unknown, or this
-            rank is not in the mesh; nothing was seeded. Also a ValueError.
+        InvalidOptionError: the seed is out of range; nothing was seeded. Also a ValueError.
     """
-    if isinstance(distinct_dims, str):
-        raise _no_seed(f"distinct_dims={distinct_dims!r} is one name; pass a sequence of names")
-    if mesh is None:  # the names are unknown; they need not be those of bring-up
-        mine = seed_for(seed, {}, {}, ())
-    else:
-        names = mesh.mesh_dim_names
-        coordinate = mesh.get_coordinate()
-        if names is None or coordinate is None:
-            reason = "has no dimension names" if names is None else "does not contain this rank"
-            raise _no_seed(f"The mesh {reason}")
-        sizes = dict(zip(names, mesh.shape, strict=True))
-        mine = seed_for(seed, sizes, dict(zip(names, coordinate, strict=True)), distinct_dims)
+    mine = checked_seed(seed)
+    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
+        mine = (mine + mesh.get_local_rank("pp")) % _TORCH_SEEDS
     _seed_all(mine)
     return mine
 
 
-def seed_for(
-    seed: int,
-    sizes: Mapping[str, int],
-    coordinate: Mapping[str, int],
-    distinct_dims: Sequence[str],
-) -> int:
-    """The seed of the rank at ``coordinate``. Local, pure.
-
-    The coordinates along the distinct dimensions are the digits of one number, which is added to
-    ``seed``. So no two seeds collide, as they do with ``seed + 100 * pp + tp`` from tp=100 on.
-    """
+def checked_seed(seed: object) -> int:
+    """The seed, if it is one. Local, pure."""
     number = as_integer(seed)
     if number is None or not 0 <= number < _TORCH_SEEDS:
-        raise _no_seed(f"seed={seed!r} is not a number in 0..2**64-1")
-    unknown = [name for name in distinct_dims if name not in sizes and name not in MESH_ORDER]
-    if unknown:
-        raise _no_seed(f"distinct_dims names {unknown[0]!r}; the mesh has {tuple(sizes)}")
-    offset = 0
-    for name in sizes:
-        if name in distinct_dims:
-            offset = offset * sizes[name] + coordinate[name]
-    return (number + offset) % _TORCH_SEEDS
+        raise InvalidOptionError(
+            f"seed={seed!r} is not a number in 0..2**64-1. Nothing was seeded. Correct the seed."
+        )
+    return number
 
 
 def _seed_all(seed: int) -> None:
@@ -201,7 +174,3 @@ def _seed_all(seed: int) -> None:
 
         numpy.random.seed(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)
-
-
-def _no_seed(what: str) -> InvalidOptionError:
-    return InvalidOptionError(f"{what}. Nothing was seeded. Correct the argument.")
