@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, cast
 
 from ..errors import InvalidOptionError
 from ..settings import as_integer
-from ..texts import did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,42 +32,35 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
 
     Local, pure. One size may be -1: it is inferred from the others.
 
-    The names of :data:`MESH_ORDER` have rules: they are put in that order; those of size 1 are
-    dropped, except ``dp_shard`` with ``tp`` or ``ep``, where FSDP needs a mesh to wrap over; if
-    none is left, the mesh is ``dp_shard`` over the world. Any other name is the caller's: it keeps
-    its place and stays at size 1, as in ``init_device_mesh``, and no dimension is added to it.
+    If all names are in :data:`MESH_ORDER`, they are put in that order; those of size 1 are dropped,
+    except ``dp_shard`` with ``tp`` or ``ep``, where FSDP needs a mesh to wrap over; if none is
+    left, the mesh is ``dp_shard`` over the world. With any other name, the dimensions are those
+    that were given, as for ``init_device_mesh``.
 
     Args:
         dims: size by name, outermost first.
         world_size: number of ranks.
 
     Raises:
-        InvalidOptionError: not a mapping, a misspelt name, a size that is not a positive number or
-            -1, more than one -1, a world size that is not divisible, or a product that differs from
-            the world size. Also a ValueError.
+        InvalidOptionError: not a mapping, a size that is not a positive number or -1, more than one
+            -1, a world size that is not divisible, or a product that differs from the world size.
+            Also a ValueError.
     """
     if not isinstance(dims, Mapping):
         raise InvalidOptionError(
             f"mesh_dims={dims!r} is not a mapping of names to sizes. No group was created. Pass "
             f"for example {{'dp_shard': -1, 'tp': 2}}."
         )
-    own = [name for name in dims if name not in MESH_ORDER]
-    for name in own:
-        if not isinstance(name, str) or not name:
-            raise _no_mesh(f"{name!r} is not a name of a dimension", dims)
-        if name.startswith("dp_") and (similar := did_you_mean(name, MESH_ORDER)):
-            raise _no_mesh(f"Unknown mesh dimension {name!r}{similar}; known: {MESH_ORDER}", dims)
     given = {name: as_integer(size) for name, size in dims.items()}
+    sizes = {name: size for name, size in given.items() if size is not None}
     for name, size in given.items():
         if size is None or size == 0 or size < -1:
             raise _no_mesh(f"{name}={dims[name]!r} is neither a positive number nor -1", dims)
     world = as_integer(world_size)
     if world is None or world < 1:
         raise _no_mesh(f"world_size={world_size!r} is not a positive number", dims)
-    ordered = iter([name for name in MESH_ORDER if name in given])
-    order = [name if name in own else next(ordered) for name in given]
-    sizes: dict[str, int] = {name: given[name] or 1 for name in order}
-    inferred = [name for name in given if sizes[name] == -1]
+    known = all(name in MESH_ORDER for name in sizes)
+    inferred = [name for name in sizes if sizes[name] == -1]
     if len(inferred) > 1:
         raise _no_mesh(f"{' and '.join(inferred)} are -1; only one size can be inferred", dims)
     product = math.prod(size for size in sizes.values() if size != -1)
@@ -80,16 +72,15 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
                 dims,
             )
         sizes[inferred[0]] = world // product
-    elif product != world and (own or product != 1):
+    elif product != world and (product != 1 or not known):
         raise _no_mesh(f"The product of the sizes is {product}, but world_size={world}", dims)
-    elif product == 1 and not own:
-        return {"dp_shard": world}
-    parallel = {name for name, size in sizes.items() if size > 1}
-    if parallel & {"tp", "ep"} and (not own or "dp_shard" in sizes):
-        parallel.add("dp_shard")
-        sizes = {name: sizes.get(name, 1) for name in ([*sizes] if own else MESH_ORDER)}
-    resolved = {name: size for name, size in sizes.items() if name in parallel or name in own}
-    return resolved or {"dp_shard": world}
+    if not known:
+        return sizes
+    kept = {name for name, size in sizes.items() if size > 1}
+    if kept & {"tp", "ep"}:
+        kept.add("dp_shard")
+    ordered = {name: sizes.get(name, 1) for name in MESH_ORDER if name in kept}
+    return ordered or {"dp_shard": world}
 
 
 def _no_mesh(what: str, dims: Mapping[str, int]) -> InvalidOptionError:
