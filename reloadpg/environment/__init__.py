@@ -42,13 +42,11 @@ if TYPE_CHECKING:  # at run time, __getattr__ resolves the names
     from .launchers import detect_environment as detect_environment
     from .launchers import get_rank as get_rank
     from .launchers import is_rank_zero as is_rank_zero
-    from .launchers import rank_zero_only as rank_zero_only
     from .mesh import resolve_mesh_dims as resolve_mesh_dims
     from .mesh import set_seed as set_seed
     from .model import DistributedEnvironment as DistributedEnvironment
     from .model import DistributedEnvironmentError as DistributedEnvironmentError
     from .store_barrier import barrier as barrier
-    from .store_barrier import rank_zero_first as rank_zero_first
     from .teardown import destroy_distributed as destroy_distributed
     from .teardown import process_group_scope as process_group_scope
 
@@ -57,10 +55,10 @@ if TYPE_CHECKING:  # at run time, __getattr__ resolves the names
 _HOMES = {
     "bringup": "DistributedContext init_distributed",
     "evaluator": "ensure_process_group",
-    "launchers": "detect_environment get_rank is_rank_zero rank_zero_only",
+    "launchers": "detect_environment get_rank is_rank_zero",
     "mesh": "resolve_mesh_dims set_seed",
     "model": "DistributedEnvironment DistributedEnvironmentError",
-    "store_barrier": "barrier rank_zero_first",
+    "store_barrier": "barrier",
     "teardown": "destroy_distributed process_group_scope",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

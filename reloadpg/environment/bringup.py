@@ -34,7 +34,7 @@ from .mesh import build_mesh, checked_seed, resolve_mesh_dims, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import interface_in_use, restore_interface, select_interface
 from .store import claim_place, open_store
-from .store_barrier import job_round
+from .store_barrier import rendezvous_of
 from .teardown import OwnGroups, abort_groups
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 INIT_TIMEOUT = timedelta(minutes=5)
+
+_PHASES = ("agree", "connected")
 
 
 @dataclass(eq=False)
@@ -172,7 +174,8 @@ def init_distributed(
         _warn_of_differences(world, backend, timeout)
         environment = _environment_of_group()
         if sizes is not None:
-            round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
+            rendezvous = rendezvous_of(None, "init_distributed")
+            round_ = rendezvous.open("init_distributed", _PHASES, init_timeout.total_seconds())
             has = tables.backend_of(world)
             timeout = timeout or _timeout_of(world) or tables.default_timeout(has)
             creation = _Creation(
@@ -251,7 +254,7 @@ def bring_up(
     rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
     if root is not None and not difference:
         rendezvous.count_job()  # before the others can count on this process
-    round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
+    round_ = rendezvous.open("init_distributed", _PHASES, seconds)
     if difference:
         round_.disagree(difference)
     creation = _Creation(

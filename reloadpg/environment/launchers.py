@@ -10,10 +10,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
 
 from .model import (
     ADDRESS,
@@ -59,9 +58,6 @@ class Launcher:
     hosts: str = ""
     job: tuple[str, ...] = ()
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 TORCHRUN = Launcher(
     source="torchrun",
@@ -381,17 +377,3 @@ def get_rank() -> int:
 def is_rank_zero() -> bool:
     """Whether this process is rank 0; see :func:`get_rank`. Local, non-blocking."""
     return get_rank() == 0
-
-
-def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Make ``function`` do nothing, and return None, on every rank but 0.
-
-    The rank is looked up at each call, not at decoration, since a module is often imported before
-    the group exists. Local: no rank waits for another.
-    """
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if is_rank_zero() else None
-
-    return wrapper

@@ -1,4 +1,4 @@
-"""The user's barrier with a timeout, and ``rank_zero_first``: on the store, without a collective.
+"""The user's barrier with a timeout: on the store, without a collective.
 
 Do not assume that it waits for work on devices: it synchronizes processes only.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..c10d import stores, tables
 from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
 from ..lifecycle.job import jobs
-from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.round import Rendezvous
 from ..rendezvous.store_client import StoreClient
 from ..rendezvous.worker_thread import Deadline
 from ..settings import as_timedelta
@@ -121,17 +121,14 @@ def barrier(
             f"new_group() returned, or None for the default group."
         )
     what = f"barrier {reason!r}" if reason else "barrier"
-    chosen = _group_or_world(group, f"barrier({reason!r})")
+    chosen = tables.world() if group is None else group
     if chosen is None:
+        if identify(os.environ).world_size != 1:
+            raise _no_group(f"barrier({reason!r})")
         return
     rendezvous = _rendezvouses.of(chosen, "barrier")
     with _in_job_ranks(chosen, what), rendezvous.open(what, ("arrive",), seconds) as round_:
         round_.barrier("arrive")
-
-
-def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Round:
-    """Open a round of all ranks of the job for one purpose. In equal order on all ranks."""
-    return rendezvous_of(None, purpose).open(purpose, phases, timeout.total_seconds())
 
 
 def leave_together(
@@ -170,41 +167,6 @@ def rendezvous_of(group: ProcessGroup | None, purpose: str) -> Rendezvous:
     if chosen is None:
         raise _no_group(purpose)
     return _rendezvouses.of(chosen, purpose)
-
-
-@contextmanager
-def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Iterator[None]:
-    """Run the body on rank 0 first, then on the other ranks.
-
-    Collective over all ranks of the job; blocking. The ranks wait on the rendezvous store, as in
-    :func:`barrier`. In a world of 1, the body runs immediately.
-
-    Args:
-        timeout: how long the others wait for rank 0; a timedelta, or seconds.
-
-    Raises:
-        RendezvousTimeoutError: rank 0 did not finish in time. Also a TimeoutError.
-        PeerFailedError: the body raised on rank 0; it does not run on the other ranks.
-        ReloadpgError: several ranks, but no group yet.
-    """
-    timeout = as_timedelta(timeout, "timeout")
-    world = _group_or_world(None, "rank_zero_first()")
-    if world is None:
-        yield
-        return
-    with job_round("rank_zero_first", ("rank 0 is done",), timeout) as round_:
-        if dist.get_rank() == 0:
-            yield
-        round_.barrier("rank 0 is done")
-    if dist.get_rank() != 0:
-        yield
-
-
-def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
-    chosen = tables.world() if group is None else group
-    if chosen is None and identify(os.environ).world_size != 1:
-        raise _no_group(what)
-    return chosen
 
 
 def _no_group(what: str) -> ReloadpgError:

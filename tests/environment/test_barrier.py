@@ -1,4 +1,4 @@
-"""The barrier with a timeout, and ``rank_zero_first``: on the store, never by a collective."""
+"""The barrier with a timeout: on the store, never by a collective."""
 
 from __future__ import annotations
 
@@ -130,47 +130,14 @@ def test_a_barrier_handles_signals_while_it_waits(rank: int) -> None:
     store.set("interrupted", "1")
 
 
-# ---------------------------------------------------------------------------------------------
-# rank 0 first, and alone
-
-
-@pytest.mark.ranks(3)
-def test_rank_0_runs_the_body_first_and_the_others_see_what_it_did(
-    rank: int, tmp_path: Path
-) -> None:
-    """The others begin when the body of rank 0 has ended."""
-    dist.init_process_group("gloo")
-    with environment.rank_zero_first(60):
-        found = sorted(os.listdir(tmp_path))
-        for number in range(3 if rank == 0 else 0):
-            (tmp_path / f"{number}").write_text("data")
-    assert found == ([] if rank == 0 else ["0", "1", "2"])
-
-
-@pytest.mark.ranks(2)
-def test_if_rank_0_fails_the_others_raise_its_reason_and_do_not_run_the_body(rank: int) -> None:
-    """No rank waits for the timeout."""
-    dist.init_process_group("gloo")
-    error = FileNotFoundError if rank == 0 else reloadpg.PeerFailedError
-    with pytest.raises(error, match="no data"), environment.rank_zero_first(300):
-        assert rank == 0, "the body ran"
-        raise FileNotFoundError("no data")
-
-
-@environment.rank_zero_only
-def only_zero(value: int) -> int:
-    return value + 1
-
-
 @pytest.mark.ranks(2)
 def test_the_rank_is_the_launchers_before_there_is_a_group_and_then_the_groups(
     rank: int, tmp_path: Path
 ) -> None:
-    """It is looked up at each call, also by ``rank_zero_only``."""
+    """It is looked up at each call."""
 
     def check(now: int) -> None:
         assert (environment.get_rank(), environment.is_rank_zero()) == (now, now == 0)
-        assert only_zero(1) == (2 if now == 0 else None)
 
     check(rank)
     os.environ["RANK"] = "0"  # outdated: from here on the rank of the group counts
