@@ -1,8 +1,8 @@
 """Bring-up, ownership and the mesh: the distributed environment around reloadable groups.
 
 Names are loaded on first use: importing this package and detecting the environment do not import
-torch. Do not assume that bring-up writes ``RANK`` or ``MASTER_ADDR`` to ``os.environ``: only
-``detect_environment().export()`` does, for libraries that read them.
+torch. Do not assume that bring-up writes ``RANK`` or ``MASTER_ADDR`` to ``os.environ``: for
+libraries that read them, the program does, from ``detect_environment().variables()``.
 
 An evaluator that may or may not run under a launcher::
 

@@ -6,13 +6,12 @@ Every error names the variable or argument and its value. Does not import torch.
 from __future__ import annotations
 
 import ipaddress
-import logging
 import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -89,6 +88,7 @@ class DistributedEnvironment:
     def variables(self) -> dict[str, str]:
         """Return the variables that torchrun would set for this process. Local.
 
+        For libraries that read them: ``os.environ.update(detect_environment().variables())``.
         Unknown values are omitted. A world of 1 without a port gets one that is free on the
         loopback interface.
         """
@@ -105,57 +105,21 @@ class DistributedEnvironment:
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 
-    def export(self, environ: MutableMapping[str, str] | None = None) -> Callable[[], None]:
-        """Write the standard variables for libraries that read them, and return the undo.
 
-        Local, non-blocking. Writes all variables or none. A preset ``MASTER_ADDR`` or
-        ``MASTER_PORT`` is kept. A preset rank or size that differs is an error, since a mixture can
-        give rank 7 of 4. The undo restores the earlier values, once.
-
-        Args:
-            environ: the mapping to write; ``os.environ`` if None.
-
-        Raises:
-            DistributedEnvironmentError: a preset rank or size differs; nothing was written.
-        """
-        values, target = self.variables(), os.environ if environ is None else environ
-        differing = [name for name in values if target.get(name, values[name]) != values[name]]
-        clashes = [name for name in differing if name not in ADDRESS]
-        if clashes:
-            listed = ", ".join(
-                f"{name} is {target[name]!r} and would become {values[name]!r}" for name in clashes
-            )
-            raise DistributedEnvironmentError(
-                f"The environment cannot be exported: {listed}. Nothing was written. Unset them."
-            )
-        new = {name: value for name, value in values.items() if name not in target}
-        return write_variables(new, target).close
-
-
-def write_variables(values: Mapping[str, str], environ: MutableMapping[str, str]) -> ExitStack:
-    """Set variables. The end of the result's block, or its ``close()``, undoes it, once.
-
-    Local. A variable that other code has changed since is kept and logged.
-    """
-    undo = ExitStack()
-    for name, value in values.items():
-        undo.callback(_restore, environ, name, environ.get(name), value)
-        environ[name] = value
-    return undo
-
-
-def _restore(
-    environ: MutableMapping[str, str], name: str, before: str | None, written: str
-) -> None:
-    now = environ.get(name)
-    if now != written:
-        logging.getLogger(__name__).warning(
-            "%s was set to %r by the export but is %r now; it is not restored", name, written, now
-        )
-    elif before is None:
-        del environ[name]
-    else:
-        environ[name] = before
+@contextmanager
+def write_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process in a block. Local. One that has changed since is kept."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if os.environ.get(name) == values[name]:
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _free_port() -> int:

@@ -39,7 +39,7 @@ def select_interface(environment: DistributedEnvironment) -> None:
     routed = routing_interface(environment.master_addr)
     if routed is None:
         return
-    _applied.enter_context(write_variables({GLOO_INTERFACE: routed}, os.environ))
+    _applied.enter_context(write_variables({GLOO_INTERFACE: routed}))
     logging.getLogger(__name__).info("network: set %s=%s", GLOO_INTERFACE, routed)
 
 

@@ -431,7 +431,7 @@ def _start(connection: Connection, job: RunSpec) -> BaseProcess:
 
     if job.standins and not standin_libraries.enabled():
         # The fork server of this process has been started without them, or will be.
-        with _STARTING, write_variables(standin_libraries.preloading(), os.environ):
+        with _STARTING, write_variables(standin_libraries.preloading()):
             return started("spawn")
     try:
         return started("forkserver")
