@@ -230,9 +230,9 @@ def bring_up(
     placement: Placement,
     timeout: timedelta | None,
     init_timeout: timedelta,
-    sizes: Mapping[str, int] | None = None,
-    connect: Connect = "none",
-    given: Store | None = None,
+    sizes: Mapping[str, int] | None,
+    connect: Connect,
+    given: Store | None,
 ) -> DeviceMesh | None:
     """Create the default group and the mesh from valid input. Collective, blocking, with a timeout.
 

@@ -476,47 +476,34 @@ def test_an_evaluator_under_a_launcher_gets_a_gloo_group_once_and_one_log_line()
     assert not dist.is_initialized()
 
 
-EVALUATORS: dict[str, tuple[int, str]] = {
-    "": (0, ""),
-    "LOCAL_RANK=0": (0, ""),
-    "WORLD_SIZE=1": (0, ""),
-    "RANK=1 WORLD_SIZE=2": (1, "MASTER_ADDR and MASTER_PORT"),
-    "RANK=1 WORLD_SIZE=2 MASTER_ADDR=n0": (1, "MASTER_PORT"),
-    "RANK=1 WORLD_SIZE=2 MASTER_PORT=1": (1, "MASTER_ADDR"),
-}
-"""By variables, the shard, and what a warning names."""
+@pytest.mark.ranks(2, env={**NOTHING})
+def test_an_evaluator_gets_a_group_under_any_launcher(rank: int) -> None:
+    """Here that of SLURM; a second program part that calls it adopts the group."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": f"{rank}"}
+    with variables({**step, "SLURM_PROCID": f"{rank}"}):
+        assert environment.ensure_process_group()
+        assert summed(rank) == 1
+        assert not environment.ensure_process_group()
+        environment.destroy_distributed()
 
 
 @pytest.mark.ranks(1)
-def test_an_evaluator_alone_or_without_an_address_gets_no_group_and_knows_its_shard() -> None:
-    """Each call without an address logs a warning. WORLD_SIZE=2 alone is refused: two processes
-    would both take shard 0."""
+def test_an_evaluator_alone_gets_no_group_and_one_without_an_address_an_error() -> None:
+    """Without a log line. Each of several processes would otherwise work alone, as shard 0."""
     records = Records()
-    for given, (shard, missing) in EVALUATORS.items():
-        records.found.clear()
-        words = dict(word.split("=") for word in given.split())
-        with variables({**NOTHING, **NO_ADDRESS, **words}):
-            for _ in range(2):
-                assert not reloadpg.environment.ensure_process_group()
-            assert environment.get_rank() == shard, given
-            reloadpg.environment.destroy_distributed()
-        levels = [record.levelname for record in records.but_waits()]
-        assert levels == (["WARNING"] * 2 if missing else []), given
-        assert all(f"but {missing} is not set" in text for text in records.texts()), given
-    with (
-        variables({**NOTHING, **NO_ADDRESS, "WORLD_SIZE": "2"}),
-        pytest.raises(DistributedEnvironmentError, match="missing RANK"),
-    ):
-        reloadpg.environment.ensure_process_group()
-
-
-@pytest.mark.ranks(2)
-def test_an_evaluator_on_a_torch_without_torch_distributed_gets_no_group() -> None:
-    """And logs nothing."""
-    dist.is_available = lambda: False  # a build of torch for one process
-    records = Records()
-    assert not reloadpg.environment.ensure_process_group()
-    assert records.found == []
+    for alone in ({}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "1"}):
+        with variables({**NOTHING, **NO_ADDRESS, **alone}):
+            assert not environment.ensure_process_group()
+            assert environment.get_rank() == 0
+            environment.destroy_distributed()
+    assert records.texts() == []
+    several = {"WORLD_SIZE": "2"}
+    for given, missing in ((several, "missing RANK"), ({**several, "RANK": "1"}, "MASTER_ADDR")):
+        with (
+            variables({**NOTHING, **NO_ADDRESS, **given}),
+            pytest.raises(DistributedEnvironmentError, match=missing),
+        ):
+            environment.ensure_process_group()
 
 
 @pytest.mark.slow
