@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 
 from ..c10d import backends, devices, tables
-from ..errors import InvalidOptionError, ReloadpgError
+from ..errors import ReloadpgError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
@@ -98,11 +98,10 @@ def init_distributed(
     timeout: timedelta | float | None = None,
     init_timeout: timedelta | float = INIT_TIMEOUT,
     device: torch.device | str | None = None,
-    device_id: torch.device | int | None = None,
+    bind: bool = False,
     mesh_dims: Mapping[str, int] | None = None,
     seed: int | None = None,
     connect: Connect = "eager",
-    store: Store | None = None,
 ) -> DistributedContext:
     """Set up distributed training in this process: default group, device, mesh and seed.
 
@@ -123,9 +122,9 @@ def init_distributed(
     reloadable default group that was aborted or shut down, and not destroyed, is replaced: all
     groups are aborted first.
 
-    In a world of 1, no group, store or port is created, unless ``backend``, ``mesh_dims`` or
-    ``store`` asks for a group: a program without a launcher runs as it does without
-    torch.distributed, and :func:`barrier` and the other functions here return at once.
+    In a world of 1, no group, store or port is created, unless ``backend`` or ``mesh_dims`` asks
+    for a group: a program without a launcher runs as it does without torch.distributed, and
+    :func:`barrier` and the other functions here return at once.
 
     Args:
         backend: as for ``init_process_group``; None selects the device's backend (gloo, nccl, ...).
@@ -134,16 +133,14 @@ def init_distributed(
         init_timeout: timeout of bring-up and of the barrier at the exit of the context.
         device: None selects the accelerator with the local rank's index, or the CPU. If only one
             device is visible, it is used.
-        device_id: bind the default group to the device (torch then connects immediately and
-            splits).
+        bind: bind the default group to the device, as ``device_id`` of ``init_process_group``
+            (torch then connects immediately and splits). Without effect on the CPU.
         mesh_dims: sizes for ``resolve_mesh_dims``; None creates no mesh.
         seed: passed to ``set_seed`` with the mesh; None sets no seed.
         connect: ``eager`` connects the new groups with a small all-reduce on each, within
             ``init_timeout``, so that an unreachable interface is an error now and not a hang in the
             first step. ``canary`` also checks the sums. ``none`` lets the first collective connect,
             for jobs that never use some of the groups.
-        store: a store that all ranks have, used in place of an address. It must live as long as
-            the job.
 
     Raises:
         DistributedEnvironmentError: the launcher's variables are invalid, or contradict the default
@@ -161,10 +158,6 @@ def init_distributed(
     validate(connect, "init_distributed")
     if seed is not None:
         checked_seed(seed)
-    if store is not None and not isinstance(store, Store):
-        raise InvalidOptionError(
-            f"store={store!r} is not a store. Nothing was started. Pass a torch.distributed store."
-        )
     _remove_ended_job()
     own, world, mesh = OwnGroups(init_timeout), tables.world(), None
     if world is not None:
@@ -189,19 +182,19 @@ def init_distributed(
             )
             mesh = creation.within(round_)
     else:
-        environment = identify(os.environ, address=store is None)
+        environment = identify(os.environ, address=True)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
-        placement = choose_placement(backend, device, device_id, environment.local_rank)
+        placement = choose_placement(backend, device, environment.local_rank)
         used = placement.device
         if environment.world_size > 1:
             select_interface(environment)
-        elif backend is None and sizes is None and store is None:
+        elif backend is None and sizes is None:
             placement.use()
             if seed is not None:
                 set_seed(seed)
             return DistributedContext(environment, used, None, owned=False, own=own)
         try:
-            mesh = bring_up(environment, placement, timeout, init_timeout, sizes, connect, store)
+            mesh = bring_up(environment, placement, bind, timeout, init_timeout, sizes, connect)
         except BaseException:
             restore_interface()
             raise
@@ -228,11 +221,11 @@ def _remove_ended_job() -> None:
 def bring_up(
     environment: DistributedEnvironment,
     placement: Placement,
+    bind: bool,
     timeout: timedelta | None,
     init_timeout: timedelta,
     sizes: Mapping[str, int] | None,
     connect: Connect,
-    given: Store | None,
 ) -> DeviceMesh | None:
     """Create the default group and the mesh from valid input. Collective, blocking, with a timeout.
 
@@ -240,7 +233,7 @@ def bring_up(
     """
     if timeout is None:
         timeout = tables.default_timeout(placement.backend)
-    store = open_store(environment, init_timeout, given)
+    store = open_store(environment, init_timeout)
     placement.use()
     rank, size = environment.rank, environment.world_size
     backend, device = placement.backend, placement.device
@@ -275,7 +268,7 @@ def bring_up(
             rank=rank,
             world_size=size,
             timeout=timeout,
-            device_id=placement.device_id,
+            device_id=device if bind and device.type != "cpu" else None,
         )
 
     mesh = creation.within(round_, create_world)

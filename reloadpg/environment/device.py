@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from ..c10d import tables
 from ..errors import InvalidOptionError
-from ..settings import as_integer
 
 _CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
 
@@ -21,8 +20,6 @@ class Placement:
     device: torch.device
     """With an index for accelerators."""
     backend: str
-    device_id: torch.device | None
-    """The device to bind the default group to, or None."""
 
     def use(self) -> None:
         """Make the device current. Local."""
@@ -66,7 +63,6 @@ def accelerator() -> torch.device | None:
 def choose_placement(
     backend: str | None,
     device: torch.device | str | None,
-    device_id: torch.device | int | None,
     local_rank: int | None,
 ) -> Placement:
     """Choose device and backend of the process with this local rank. Local.
@@ -91,7 +87,7 @@ def choose_placement(
         raise _error(f"backend={backend!r} names no backend for device {chosen}")
     elif not _serves(named, chosen):
         raise _error(f"backend={backend!r} does not serve device {chosen}")
-    return Placement(chosen, backend.lower(), _bound(device_id, chosen))
+    return Placement(chosen, backend.lower())
 
 
 def _is_cpu_only(named: dict[str, str]) -> bool:
@@ -124,17 +120,6 @@ def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:
     if local_rank >= count:
         raise _error(f"local_rank={local_rank} has no {wanted.type} device: {count} are visible")
     return torch.device(wanted.type, local_rank)
-
-
-def _bound(device_id: torch.device | int | None, device: torch.device) -> torch.device | None:
-    if device_id is None:
-        return None
-    index = as_integer(device_id)
-    if index is not None and index >= 0:
-        device_id = torch.device(device.type, index)
-    if device.type == "cpu" or device_id != device:
-        raise _error(f"device_id={str(device_id)!r} is not this rank's accelerator: {device}")
-    return device_id
 
 
 def _error(what: str) -> InvalidOptionError:

@@ -71,8 +71,8 @@ class DistributedEnvironment:
         node_rank: number of this node; None if unknown.
         num_nodes: number of nodes; None if unknown.
         master_addr: host of the rendezvous store.
-        master_port: its port. 0 in a world of 1: any free port, chosen when it is needed. None if
-            the ranks meet on a given store.
+        master_port: its port. 0 in a world of 1: any free port, chosen when it is needed. None for
+            a group that exists.
     """
 
     source: str

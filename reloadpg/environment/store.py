@@ -33,18 +33,12 @@ _PROBE_S = 0.1
 """Seconds between two attempts to connect to a store that does not exist yet."""
 
 
-def open_store(
-    environment: DistributedEnvironment, timeout: timedelta, given: Store | None = None
-) -> Store:
+def open_store(environment: DistributedEnvironment, timeout: timedelta) -> Store:
     """Return a store that all ranks of the job share, without keys of an earlier bring-up.
 
     Blocks until rank 0's server (or the launcher's) responds, or until ``timeout``; does not wait
     for the other ranks. A world of 1 opens no socket.
     """
-    if given is not None:
-        given.set_timeout(timeout)
-        use = given.add(f"reloadpg/bringup/uses/{environment.rank}", 1)
-        return PrefixStore(f"reloadpg/bringup/given/{use}", given)
     if environment.world_size == 1:
         return HashStore()
     store, use = _open(environment, timeout.total_seconds())

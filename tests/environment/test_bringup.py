@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,7 +96,6 @@ def test_bring_up_creates_a_group_with_the_timeout_of_collectives_and_ends_it(
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 NOTHING = dict.fromkeys(NAMES)
 NO_ADDRESS = {"MASTER_ADDR": None, "MASTER_PORT": None, "TORCHELASTIC_USE_AGENT_STORE": None}
-RANK_ALONE = {**NO_ADDRESS, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
 
 
 @pytest.mark.ranks(1, env={**NOTHING, "MASTER_ADDR": None, "MASTER_PORT": None})
@@ -142,7 +140,7 @@ def test_a_world_of_1_makes_no_group_unless_asked() -> None:
         assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
         assert (context.owned, context.mesh, str(context.device)) == (False, None, "cpu")
         assert torch.initial_seed() == 5
-    for asked in ({"backend": "gloo"}, {"mesh_dims": {}}, {"store": dist.HashStore()}):
+    for asked in ({"backend": "gloo"}, {"mesh_dims": {}}):
         with reloadpg.environment.init_distributed(**asked, device="cpu") as context:  # type: ignore[arg-type]
             assert (summed(1), context.owned) == (1, True)
         assert not dist.is_initialized()
@@ -169,16 +167,6 @@ def test_ranks_that_are_not_described_as_by_torchrun_come_up(env: dict[str, str 
     """
     found = run_ranks(come_up_partly, 2, env=env, timeout=240)
     assert found == [(0, True, 2, 2.0), (1, False, 2, 2.0)]
-
-
-@pytest.mark.ranks(2, env=RANK_ALONE)
-def test_bring_up_on_a_given_store_needs_no_address(rank: int, tmp_path: Path) -> None:
-    """Twice on the same one, as after a restart within the process."""
-    for turn in range(2):
-        store = dist.FileStore(str(tmp_path / "store"), 2)
-        with reloadpg.environment.init_distributed(store=store, init_timeout=60) as context:
-            assert summed(rank + turn) == 1 + 2 * turn
-            assert (context.environment.rank, context.environment.master_port) == (rank, None)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -427,7 +415,6 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "device": ({}, {"device": "toaster"}, "'toaster'"),
     "mesh": ({}, {"mesh_dims": {"tp": 3}}, "world_size=2"),
     "seed": ({}, {"seed": -1}, "seed=-1"),
-    "store": ({}, {"store": "tcp://n0"}, "store='tcp://n0' is not a store"),
     "connect": ({}, {"connect": "now"}, "init_distributed(connect='now')"),
 }
 

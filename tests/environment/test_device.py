@@ -85,11 +85,13 @@ def place(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, Place
         accelerator.devices, accelerator.used = case.devices, []
         options = {"init_timeout": 60, "connect": "none", **case.options}
         if world_size == 1:  # asks for a group
-            options["store"] = dist.HashStore()
+            options["mesh_dims"] = {}
         with variables(case.env):
             try:
                 with reloadpg.environment.init_distributed(**options) as context:
                     used = tuple(accelerator.used)
+                    bound = context.device if "bind" in case.options else None
+                    assert dist.group.WORLD.bound_device_id == bound
                     placed[name] = Placed("", str(context.device), used, dist.get_backend())
             except reloadpg.errors.InvalidOptionError as error:
                 placed[name] = Placed(f"{type(error).__name__}: {error}")
@@ -149,14 +151,8 @@ CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], Placed | str]] =
         {},
         f"local_rank=2 has no {KIND} device: 2 are visible",
     ),
+    "bound": ({}, {"bind": True}, on(0)),
     "unknown local rank": ({"WORLD_SIZE": "2", **ELSEWHERE}, {}, "LOCAL_RANK is not set"),
-    "the rank's device_id": ({}, {"device_id": 0}, on(0)),
-    "another device_id": ({}, {"device_id": 1}, "device_id="),
-    "the CPU as device_id": (
-        {},
-        {"device": "cpu", "device_id": torch.device("cpu")},
-        "device_id='cpu' is not this rank's accelerator",
-    ),
 }
 
 
