@@ -20,7 +20,6 @@ from torch.distributed import PrefixStore
 
 from ..c10d import backends, devices, tables
 from ..errors import ReloadpgError
-from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Plan
@@ -35,7 +34,7 @@ from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import interface_in_use, restore_interface, select_interface
 from .store import claim_place, open_store
 from .store_barrier import rendezvous_of
-from .teardown import OwnGroups, abort_groups
+from .teardown import OwnGroups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,9 +117,7 @@ def init_distributed(
     requested settings that differ. Without ``mesh_dims``, this is local. A group that contradicts
     the launcher is an error: the launcher says 2 ranks and the group has one, or this process has
     another rank in it, as after a library, a notebook or the parent of a forked process has created
-    it. A group that is larger than the number of tasks of SLURM or OpenMPI is no contradiction. A
-    reloadable default group that was aborted or shut down, and not destroyed, is replaced: all
-    groups are aborted first.
+    it. A group that is larger than the number of tasks of SLURM or OpenMPI is no contradiction.
 
     In a world of 1, no group, store or port is created, unless ``backend`` or ``mesh_dims`` asks
     for a group: a program without a launcher runs as it does without torch.distributed, and
@@ -158,7 +155,6 @@ def init_distributed(
     validate(connect, "init_distributed")
     if seed is not None:
         checked_seed(seed)
-    _remove_ended_job()
     own, world, mesh = OwnGroups(init_timeout), tables.world(), None
     if world is not None:
         check_group()
@@ -205,17 +201,6 @@ def init_distributed(
 
 
 # -- a new group ------------------------------------------------------------------------------
-
-
-def _remove_ended_job() -> None:
-    """Abort all groups if the default group was aborted or shut down. Local, idempotent."""
-    world = tables.world()
-    if isinstance(world, ReloadableProcessGroup) and world.state is GroupState.DESTROYED:
-        logging.getLogger(__name__).warning(
-            "the default group was aborted or shut down, and not destroyed: it is replaced by a "
-            "new one, and the other groups are aborted"
-        )
-        abort_groups([world])
 
 
 def bring_up(
