@@ -232,7 +232,8 @@ GLOO = """import torch
 torch.distributed.init_process_group("gloo")
 """
 
-# What the examples of pytorch/examples do: multi-GPU training with torchrun and DDP, and FSDP2.
+# What the examples of pytorch/examples do: multi-GPU training with torchrun and DDP, FSDP2, and
+# tensor parallelism.
 DDP = """
 import os
 
@@ -312,9 +313,34 @@ dist.new_group(group_desc="at the end")
 dist.destroy_process_group()
 """
 
+TENSOR_PARALLEL = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+if torch.accelerator.device_count() < 2:
+    print("Unable to locate sufficient 2 gpus to run this example. Exiting.")
+    raise SystemExit
+kind = torch.accelerator.current_accelerator().type
+mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]) // 4, 4), mesh_dim_names=("dp", "tp"))
+model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
+plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+model = parallelize_module(model.to(kind), mesh["tp"], plan)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, foreach=True)
+for _ in range(3):
+    model(torch.rand(20, 10, device=kind)).sum().backward()
+    optimizer.step()
+dist.new_group(group_desc="at the end")
+dist.destroy_process_group()
+"""
+
 SHAPES = {
     "DDP": (DDP, {"", "at the end"}),
     "FSDP2": (FSDP2, {"", "at the end"}),
+    "tensor parallel": (TENSOR_PARALLEL, {"", "mesh_dp", "mesh_tp", "at the end"}),
 }
 
 
