@@ -63,7 +63,6 @@ ASKS_CPP = {
     # these ask the C++ object of the group for its backend, and find none
     "ops.all_gather_into_tensor_out",
     "ops.batch_p2p_ops",
-    "fc.batch_p2p_ops_inplace",
 }
 
 

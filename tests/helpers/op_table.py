@@ -16,16 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-import torch.distributed.nn.functional as dist_nn
 from torch.torch_version import TorchVersion
 
 from helpers import worlds
-from helpers.early_bindings import FROM_C10D, FROM_DISTRIBUTED
 
 OPS = torch.ops._c10d_functional
-
-PYTHON_WAYS = ("dist", "alias", "c10d_alias")
-"""The lookup of a function of torch.distributed: at the call, or bound before install."""
 
 BOTH = ("sync", "async")
 
@@ -93,10 +88,6 @@ class Case:
         """The uneven split sizes of this member: i + j + 1 numbers from i to j."""
         return [self.index + other + 1 for other in range(self.size)]
 
-    def fn(self, name: str) -> Callable[..., Any]:
-        found = {"alias": FROM_DISTRIBUTED, "c10d_alias": FROM_C10D}.get(self.way, vars(dist))
-        return found[name]  # type: ignore[no-any-return]
-
     def own(self, count: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The contribution of this rank."""
         # Divisible by 3 and 4, so that averages are exact.
@@ -149,7 +140,7 @@ class Row:
         name: name of the row.
         covers: public names that the row calls.
         run: calls the operation and returns its result as plain values.
-        ways: the lookups of the operation or of its group.
+        ways: the forms in which the operation takes its group.
         modes: ``sync``, ``async``.
         groups: the groups on which it is run: ``world``, ``sub``.
         missing: whether the installed torch, or the backend, lacks one of the functions.
@@ -175,7 +166,6 @@ HANG_ON_NCCL = {"recv[any source]", "irecv[any source]"}
 SPACES: dict[str, Any] = {
     "": dist,
     "fc": fc,
-    "nn": dist_nn,
     "ops": OPS,
     "ops_autograd": torch.ops._c10d_functional_autograd,
 }
@@ -193,7 +183,7 @@ def row(
     name: str,
     run: Callable[[Case], Any],
     *covers: str,
-    ways: tuple[str, ...] = PYTHON_WAYS,
+    ways: tuple[str, ...] = ("object",),
     modes: tuple[str, ...] = ("sync",),
     groups: tuple[str, ...] = ("world", "sub"),
 ) -> None:
@@ -265,7 +255,7 @@ def collective(name: str, make: Callable[[Case], Any], arguments: Any, **given: 
     def run(case: Case) -> Any:
         value = make(case)
         how = {"async_op": case.is_async} if takes_async else {}
-        result = case.fn(function)(*arguments(case, value), group=case.group, **how, **given)
+        result = getattr(dist, function)(*arguments(case, value), group=case.group, **how, **given)
         if takes_async:
             case.done(result)
         return plain(value) if case.is_root or function != "reduce" else None
@@ -290,21 +280,21 @@ def send_objects(case: Case) -> Any:
     if case.index == 0:
         for index in range(1, case.size):
             objects = [("hop", index), case.salt]
-            case.fn("send_object_list")(objects, case.members[index], case.group)
+            dist.send_object_list(objects, case.members[index], case.group)
         return None
     received: list[Any] = [None, None]
-    return case.fn("recv_object_list")(received, case.members[0], case.group), received
+    return dist.recv_object_list(received, case.members[0], case.group), received
 
 
 def send_recv(case: Case) -> Any:
     (after, before), tensor = case.ring, torch.zeros(2)
 
     def send() -> None:
-        case.done(case.fn("send")(case.own(), after, case.group, tag=3))
+        case.done(dist.send(case.own(), after, case.group, tag=3))
 
     if case.index == 0:
         send()
-    source = case.fn("recv")(tensor, before, case.group, tag=3)
+    source = dist.recv(tensor, before, case.group, tag=3)
     if case.index != 0:
         send()
     return source, tensor.tolist()
@@ -333,12 +323,12 @@ def from_any(case: Case) -> Any:
     send, receive = ("isend", "irecv") if case.is_async else ("send", "recv")
     tag, found = 6 if case.is_async else 5, []
     if not case.is_root:
-        result = case.fn(send)(case.own(), case.root, case.group, tag=tag)
+        result = getattr(dist, send)(case.own(), case.root, case.group, tag=tag)
         if case.is_async:
             case.done(result)
     for _ in range(case.size - 1 if case.is_root else 0):
         tensor = torch.zeros(2)
-        source = case.fn(receive)(tensor, None, case.group, tag=tag)
+        source = getattr(dist, receive)(tensor, None, case.group, tag=tag)
         if case.is_async:
             case.done(source)
         found.append(tensor.tolist() if case.is_async else (source, tensor.tolist()))
@@ -350,12 +340,12 @@ def batched(case: Case, *partly: str) -> Any:
     """A batch with a send and a receive, or with one of them."""
     (after, before), tensor = case.ring, torch.zeros(2)
     batch = [
-        dist.P2POp(case.fn("isend"), case.own(), after, case.group, tag=7),
-        dist.P2POp(case.fn("irecv"), tensor, before, case.group, tag=7),
+        dist.P2POp(dist.isend, case.own(), after, case.group, tag=7),
+        dist.P2POp(dist.irecv, tensor, before, case.group, tag=7),
     ]
     if partly:
         batch = [one for one in batch if one.op.__name__ in partly]
-    for work in case.fn("batch_isend_irecv")(batch):
+    for work in dist.batch_isend_irecv(batch):
         case.done(work)
     return tensor.tolist()
 
@@ -371,8 +361,8 @@ row(
     "isend, irecv",
     lambda c: in_ring(
         c,
-        lambda t: c.fn("irecv")(t, c.ring[1], c.group, tag=4),
-        lambda t: c.fn("isend")(t, c.ring[0], c.group, tag=4),
+        lambda t: dist.irecv(t, c.ring[1], c.group, tag=4),
+        lambda t: dist.isend(t, c.ring[0], c.group, tag=4),
         c.done,
     ),
     *("isend", "irecv"),
@@ -396,10 +386,10 @@ def coalesced(case: Case, name: str, device: str | None) -> Any:
     kwargs = {"device": torch.device(device)} if device else {}
     filled = {count: make(count) for count in (2, 3)}
     try:
-        manager = case.fn("_coalescing_manager")(case.group, async_ops=case.is_async, **kwargs)
+        manager = dist._coalescing_manager(case.group, async_ops=case.is_async, **kwargs)
         with manager as works:
             for count, tensor in filled.items():
-                case.fn(name)(*arguments(count, tensor), group=case.group)
+                getattr(dist, name)(*arguments(count, tensor), group=case.group)
     except RuntimeError:
         # If the backend cannot coalesce, torch leaves the group in its table of coalescing
         # groups, and silently postpones every later all_reduce of the group.
@@ -421,7 +411,7 @@ for _name, _device in itertools.product(
     )
 
 
-# -- functional collectives, operators by name, and the older autograd functions ------------------
+# -- functional collectives, and operators by name ------------------------------------------------
 
 Arguments = Callable[[Case], tuple[Any, ...]]
 
@@ -484,11 +474,6 @@ AUTOGRAD: dict[str, tuple[Callable[[Case], torch.Tensor], Callable[[Any, Case, A
     "ops_autograd.all_to_all_single": (
         *(Case.parts, lambda f, c, t: f(t, [2] * c.size, [2] * c.size, c.name)),
     ),
-    "nn.all_reduce": (Case.own, lambda f, c, t: f(t, group=c.object)),
-    "nn.reduce_scatter": (
-        *(Case.parts, lambda f, c, t: f(torch.zeros(2), [*t.chunk(c.size)], group=c.object)),
-    ),
-    "nn.all_to_all_single": (Case.parts, lambda f, c, t: f(c.flat(), t, group=c.object)),
 }
 """Functions that have a gradient."""
 
@@ -532,7 +517,7 @@ def gradient(case: Case, name: str) -> Any:
     return output.detach().tolist(), fc.wait_tensor(gradient).tolist()
 
 
-WAYS = {"fc": ("object", "name"), "ops": ("name",), "ops_autograd": ("name",), "nn": ("object",)}
+WAYS = {"fc": ("object", "name"), "ops": ("name",), "ops_autograd": ("name",)}
 """The forms in which a function takes the group."""
 
 for _run, _names in ((returned, FUNCTIONS), (in_place, IN_PLACE), (gradient, AUTOGRAD)):
@@ -540,11 +525,11 @@ for _run, _names in ((returned, FUNCTIONS), (in_place, IN_PLACE), (gradient, AUT
         row(_name, partial(_run, name=_name), ways=WAYS[_name.partition(".")[0]])
 
 
-def p2p_batch(case: Case, name: str) -> Any:
+def p2p_batch(case: Case) -> Any:
     tensor = torch.zeros(2)
     tensors, peers = [case.own(), tensor], [*case.group_ring]
-    for work in found(name)(["isend", "irecv"], peers, [9, 9], tensors, case.handle):
-        fc.wait_tensor(work)
+    for work in OPS.batch_p2p_ops(["isend", "irecv"], peers, [9, 9], tensors, case.name):
+        OPS.wait_tensor(work)
     return tensor.tolist()
 
 
@@ -557,32 +542,9 @@ def scattered_out(case: Case) -> Any:
     return plain(OPS.wait_tensor(OPS.reduce_scatter_tensor_out(*given, out=out)))
 
 
-def older_reduce(case: Case) -> Any:
-    return plain(case.at_root(dist_nn.reduce(case.own(), case.root, group=case.object)))
-
-
 row("ops.all_gather_into_tensor_out", gathered_out, ways=("name",))
 row("ops.reduce_scatter_tensor_out", scattered_out, ways=("name",))
-row("nn.reduce", older_reduce, ways=("object",))
-row(
-    "fc.batch_p2p_ops_inplace",
-    partial(p2p_batch, name="fc.batch_p2p_ops_inplace"),
-    ways=("object", "name"),
-)
-row("ops.batch_p2p_ops", partial(p2p_batch, name="ops.batch_p2p_ops"), ways=("name",))
-row(
-    "fc.isend_inplace",
-    lambda c: in_ring(
-        c,
-        lambda t: fc.irecv_inplace(t, c.ring[1], 8, c.group),
-        lambda t: fc.isend_inplace(t, c.ring[0], 8, c.group),
-        fc.wait_tensor,
-    ),
-    *("fc.isend_inplace", "fc.irecv_inplace"),
-    ways=("object",),
-    # Torch 2.13 passes the global rank to an operator that takes the group rank.
-    groups=("world",),
-)
+row("ops.batch_p2p_ops", p2p_batch, ways=("name",))
 row(
     "ops.isend",
     lambda c: in_ring(
@@ -632,7 +594,7 @@ def asks_for_backend(name: str) -> bool:
     """
     if name == "ops.all_gather_into_tensor_out":
         return bool(TorchVersion(torch.__version__) < "2.15")
-    return name in ("ops.batch_p2p_ops", "fc.batch_p2p_ops_inplace")
+    return name == "ops.batch_p2p_ops"
 
 
 def cases(groups: dict[str, Any], me: int, salt: int) -> Iterator[tuple[Row, Key, Case]]:
