@@ -49,7 +49,6 @@ from helpers.programs import (
     State,
     Step,
 )
-from helpers.repeating import repeat
 from helpers.watched_store import WatchedStore
 from reloadpg.environment import process_group_scope
 from reloadpg.testing import run_ranks, standins
@@ -61,7 +60,6 @@ SHORT = timedelta(seconds=5)
 VARIABLES = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
 """No flight recorder: torch's watchdog looks up the Python lines of a collective that has timed out
 before it aborts it, and the first look-up imports ``torch._inductor`` (2.13)."""
-OPERATIONS = ("offload", "reload", "recover")
 
 
 class Terminated(SystemExit):
@@ -444,7 +442,7 @@ class Player:
         return torch.tensor([number], device=self._device() if self.program.on_nccl else "cpu")
 
     def _use_with_a_fault(self, fault: Fault) -> None:
-        """Sums in a loop that recovers and repeats; without a link one attempt, which may raise."""
+        """Sums, which may raise. After a fault in NCCL all ranks recover, and sum again."""
 
         def sums() -> bool:
             return all(
@@ -453,27 +451,21 @@ class Player:
                 for kind in ("all_reduce", "ring")
             )
 
-        def step(number: int, attempt: int) -> bool:
-            self._set_timeouts(SHORT if attempt == 1 else LIMIT)
-            try:
-                return sums()
-            finally:  # a call that hangs holds its rank: the others have seen it by now
-                if attempt > 1 or reloadpg.recovery.recovery_requested():
-                    standins.clear_faults()
-
-        def recover() -> None:
-            self._set_timeouts(LIMIT)  # those of the first attempt are short
-            reloadpg.recovery.recover("a test")
-
+        self._set_timeouts(SHORT)
+        right: list[bool] = []
         try:
             if fault.kind == "cut":
-                self._set_timeouts(SHORT)
                 assert sums()
-            else:
-                ((_, right),) = repeat(step, 1, recover)
-                assert right
+                return
+            failed = bool(attempt(lambda: right.append(sums())).kind)
         finally:
-            self._set_timeouts(LIMIT)
+            self._set_timeouts(LIMIT)  # also those of what a recovery rebuilds
+        if failed:
+            standins.clear_faults()  # a call that hangs holds its rank
+        if any(self.share(failed)):
+            reloadpg.recovery.recover("a test")
+            right = [sums()]
+        assert right == [True]
 
     def _set_timeouts(self, timeout: timedelta) -> None:
         for group in self._groups.values():
