@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import signal
 import threading
@@ -115,7 +114,6 @@ class Player:
             faulty_gloo.register()
             options["backends"] = {program.backend}
         reloadpg.install(**options)
-        self._log = Log(self)
 
     def share(self, value: Any = None) -> list[Any]:
         """Wait for the other ranks; return the value of each.
@@ -237,7 +235,7 @@ class Player:
         if self._alive != list(range(self.program.size)):
             self._survive(step, seen, time.monotonic() - begun)
             return
-        self._undo(step, where)
+        self._undo(step)
         status = reloadpg.status()
         all_seen = self.share([bool(seen.kind), status.state, status.generation, self._numbers()])
         ended = self._state.end_of(step)
@@ -562,8 +560,7 @@ class Player:
                         )
                     )
         elif step.do != "use":
-            self._own += {"late": 1, "hang": 2}.get(fault.kind, 0)
-            self._log.follow(step.do, f"{self._number}/{self._place}")
+            self._own += 2 if fault.kind == "hang" else 0
             if self.rank in fault.ranks:
                 self._bring_about(fault)
         if fault.in_nccl and fault.may_stay:
@@ -579,17 +576,16 @@ class Player:
             "interrupt": interrupt,
             "terminate": partial(signalling, signal.SIGTERM, Terminated(143)),
             "counted": interrupt,
-            "late": lambda: partial(self._await, f"logged/{place}"),
-            "hang": lambda: partial(self._await, f"gave up/{place}"),
+            "hang": lambda: partial(self._await_others, place),
             "die": lambda: die,
         }
         moment = "after" if fault.kind == "counted" else "before"
         interfere(fault.point, actions[fault.kind](), moment)  # type: ignore[arg-type]
 
-    def _await(self, key: str) -> None:
-        self._signals.clone().wait([key], timedelta(seconds=FAR))
+    def _await_others(self, place: str) -> None:
+        self._signals.clone().wait([f"gave up/{place}"], timedelta(seconds=FAR))
 
-    def _undo(self, step: Step, where: str) -> None:
+    def _undo(self, step: Step) -> None:
         if (fault := step.fault) is None:
             return
         if fault.kind == "stop" and self.rank == 0:
@@ -603,8 +599,6 @@ class Player:
             others = self.program.size - len(fault.ranks)
             if store.add(f"{place}/count", 1) == others:
                 store.set(place, "1")
-        if fault.kind == "late" and self.rank == 0:
-            assert self._log.names_the_cause, where
         self.share()
         stop_interfering()
         if fault.in_nccl:
@@ -661,28 +655,6 @@ def arm(fault: Fault) -> None:
         standins.clear_faults()
 
     threading.Thread(target=watch, daemon=True, name="reloadpg test").start()
-
-
-class Log(logging.Handler):
-    """The warnings of an operation. Rank 0 notifies a late rank once its wait was logged."""
-
-    def __init__(self, player: Player) -> None:
-        super().__init__(logging.WARNING)
-        self._player, self._operation, self.names_the_cause = player, "", False
-        self._store = player._signals.clone()
-        logging.getLogger("reloadpg").addHandler(self)
-
-    def follow(self, operation: str, place: str) -> None:
-        self._operation, self._key, self.names_the_cause = operation, f"logged/{place}", False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note a line that names the missing rank, or the group."""
-        line = record.getMessage()
-        names = "missing: rank 1" in line or "ReloadableProcessGroup" in line
-        if names and self._operation and line.startswith(f"{self._operation}, phase "):
-            self.names_the_cause = True
-            if self._player.rank == 0:
-                self._store.set(self._key, "1")
 
 
 def _is_registered(group: Any) -> bool:

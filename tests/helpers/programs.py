@@ -61,9 +61,9 @@ class Fault:
     Attributes:
         point: of an operation, see ``fault_job``; ``use``, a collective; or a call of NCCL.
         kind: at a point ``raise``; ``interrupt`` or ``terminate``, by a signal; ``counted``, an
-            interrupt after the rank was counted at that barrier; ``late``, until another rank has
-            logged that it waits; ``hang``, until the others have raised; ``die``; ``cut``, the
-            link to the store or between the hosts is down until all ranks have ended the operation.
+            interrupt after the rank was counted at that barrier; ``hang``, until the others have
+            raised; ``die``; ``cut``, the link to the store or between the hosts is down until all
+            ranks have ended the operation.
             In a call of NCCL ``fail``, ``delay``, ``hang``, ``async``, ``stop`` or ``die``.
         ranks: the faulty ranks.
         skip: the number of calls of NCCL before the one that fails.
@@ -191,7 +191,7 @@ class State:
             ]
             if max(counts) <= int(place):
                 return "completed"
-        if fault.kind == "late" or (fault.kind == "counted" and fault.point in LAST_BARRIERS):
+        if fault.kind == "counted" and fault.point in LAST_BARRIERS:
             return "completed"
         untouched = fault.point in UNTOUCHED and fault.kind != "counted"
         return "unchanged" if untouched else "failed"
