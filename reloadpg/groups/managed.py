@@ -260,12 +260,6 @@ class ManagedGroup:
         self.last_error = reason
         self.current.reason = reason
 
-    def leave_out(self, reason: str) -> None:
-        """Mark a failed group as offloaded, and record why it stays so."""
-        if self.state is GroupState.FAILED:
-            self.state = GroupState.OFFLOADED
-        self.last_error = self.current.reason = reason
-
     def forget_hook(self, removal: str, hook_id: int) -> None:
         """Do not register a hook on the next generation. Local, idempotent."""
         name = removal.removeprefix("un")

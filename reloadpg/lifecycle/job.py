@@ -65,8 +65,6 @@ class Job:
         connecting: connections to the store that are made in the background.
         dumps: the thread that writes the flight recorder's dumps; None while torch does.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
-        left_out: the registered groups that the last reload has left out, by name, with the sets
-            that it was for; equal on all ranks.
     """
 
     of: weakref.ref[ProcessGroup]
@@ -81,7 +79,6 @@ class Job:
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
     last_error: str = ""
-    left_out: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def world(self) -> ProcessGroup:

@@ -58,6 +58,12 @@ TOUCHING = ("suspended", "released", "resumed", "done")
 _DEFAULTS = Options(Selection.of(None, 2, True), "recreate", timedelta(minutes=5))
 """The options of an operation that does nothing, because the library is off."""
 
+_OUTSIDE = (
+    "If its members outside the job have ended, destroy_process_group(group) leaves it out of the "
+    "next reload; pass its successor to register_group()."
+)
+"""What to do about a registered group that cannot be rebuilt, for the error."""
+
 _ABORT_S = 2.0
 """Seconds that a failed operation waits for its communicators to abort before it raises."""
 
@@ -71,7 +77,6 @@ class Operation:
     Args:
         name: ``offload``, ``reload`` or ``recover``.
         named: the sets named in the call; None for all.
-        skip: of a reload, the names of the registered groups to leave out.
 
     Attributes:
         is_running: whether it runs in this process: see :meth:`Jobs.begin`.
@@ -95,12 +100,7 @@ class Operation:
         InvalidOptionError: ``install`` does not declare a chosen set.
     """
 
-    def __init__(
-        self,
-        name: str,
-        named: frozenset[str] | None = None,
-        skip: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, name: str, named: frozenset[str] | None = None) -> None:
         if registry.options is None and not registry.off:
             raise NotInstalledError(
                 f"{name}() was called, but reloadpg is not installed; nothing was changed. Call "
@@ -123,7 +123,6 @@ class Operation:
         self.job: Job | None = None
         self.is_running = False
         self.in_caller: Callable[[Callable[[], object]], object] = lambda call: call()
-        self._skip = skip
         self._round: Round | None = None
         self._interrupt: BaseException | None = None
         self._committed = False
@@ -275,42 +274,22 @@ class Operation:
 
     def _choose(self, job: Job) -> None:
         """Choose the groups, and note what was before."""
-        self.concerned, self._left_out = self.chosen, job.left_out
+        self.concerned = self.chosen
         offloads = self.name == "offload"
         due = frozenset(n for n in self.chosen if job.sets[n].offloaded != offloads)
         self.was_offloaded = bool(due) != offloads
-        if self.name == "reload" and self._is_to_try_again(job):
-            self.was_offloaded = True
-        elif self.name == "reload" and due:
+        if self.name == "reload" and due:
             self.concerned = due
-        self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
+        # Ranks that disagree on the state still have the same groups of the chosen sets.
+        self._planned = [g for g in registry.managed() if g.set_name in self.chosen]
+        self._proxies = [group.proxy for group in self._planned]  # none is deleted while it runs
+        self.groups = [group for group in self._planned if group.set_name in self.concerned]
         if offloads:
             self.concerned = due.union(group.set_name for group in self.groups if group.is_live)
-        # Ranks that disagree on the state still have the same groups.
-        self._planned = self.groups
-        if self.name == "reload":
-            self._planned = [g for g in registry.managed() if g.set_name in self.chosen]
-        # No group is deleted while the operation runs, whichever of these it changes.
-        self._proxies = [group.proxy for group in (*self.groups, *self._planned)]
         self.states = [job.sets[name] for name in self.concerned]
         self._generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
         self.whole = self.name == "recover"
-
-    def _is_to_try_again(self, job: Job) -> bool:
-        """Whether an earlier reload has left out a group that this one does not. Local."""
-        left_out = job.left_out.items()
-        return any(sets <= self.chosen for name, sets in left_out if name not in self._skip)
-
-    def leave_out(self, left_out: Mapping[str, frozenset[str]]) -> None:
-        """Of a recovery: leave out the groups that reloads have left out on any rank. Local."""
-        self._left_out, self._skip = dict(left_out), frozenset(left_out)
-
-    @property
-    def skipped(self) -> list[ManagedGroup]:
-        """The groups of this rank to leave out."""
-        registered = [g for g in self.groups if g.construction.is_handed_over and not g.is_live]
-        return [group for group in registered if group.name in self._skip]
 
     def rebuild_all(self, generation: int) -> None:
         """Make this a reload of all groups of the chosen sets, whatever their state. Local."""
@@ -324,13 +303,9 @@ class Operation:
         job, state = self._known, {}
         if self.name != "recover":
             settings = {"chosen sets": self._shown_sets, **settings}
-            if self._skip:
-                settings["skip"] = ", ".join(sorted(self._skip))
         if not self.whole:
             states = "; ".join(f"{name}: {job.sets[name]}" for name in sorted(registry.sets))
             state = {GENERATION: str(job.generation), "state": states}
-            if job.left_out:
-                state["left out"] = ", ".join(sorted(job.left_out))
         options = {name: str(value) for name, value in self.options.settings().items()}
         groups = tuple(
             GroupPlan(
@@ -362,11 +337,7 @@ class Operation:
             job.generation = self.generation
             for state in self.states:
                 state.generation, state.offloaded = self.generation, False
-            if self.name == "reload":
-                others = {n: s for n, s in self._left_out.items() if s - self.chosen}
-                job.left_out = {**others, **dict.fromkeys(self._skip, self.chosen)}
         if self.name == "recover":
-            job.left_out = self._left_out
             job.rendezvous.recovered = self.round.number
 
     def mark_offloaded(self) -> None:
@@ -516,10 +487,13 @@ class Operation:
             loop(worker)
         except Exception as cause:
             failure = ReleaseError if self.name == "offload" else RebuildError
-            raise failure(
+            text = (
                 f"{self.name} failed at {worker.group!r} on rank {self.world.rank()}: "
                 f"{type(cause).__name__}: {cause}"
-            ) from cause
+            )
+            if failure is RebuildError and worker.group and worker.group.construction.rebuild:
+                text += f". {_OUTSIDE}"
+            raise failure(text) from cause
 
     def doing(self, index: int = -1) -> str:
         """The group that a thread processes, otherwise those of all threads, for messages."""

@@ -163,14 +163,6 @@ class Rebuilds:
             abort_communicator(backend)
 
 
-def leave_out(op: Operation) -> None:
-    """Mark the groups that an operation leaves without a communicator. Local, idempotent."""
-    for group in op.skipped:
-        text = "It was left out of the last reload (skip). The next one without skip rebuilds it."
-        group.leave_out(text)
-        op.warnings.append(f"{group!r} was left out")
-
-
 def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) -> None:
     spent = [key for group in groups for key in spent_keys(group, op.world)]
     if not spent or job.rendezvous.alone:

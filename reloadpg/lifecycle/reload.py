@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Literal, overload
 
-from torch.distributed import ProcessGroup
-
 from ..c10d import devices
-from ..errors import DisagreementError, InvalidOptionError
+from ..errors import DisagreementError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
-from ..groups.registry import registry
 from ..groups.sets import named_sets
 from ..rendezvous.decision import Decision
 from ..reports import Report
@@ -23,27 +19,17 @@ from .destroy import abort
 from .job import Job
 from .operation import Operation
 from .pending import Pending, run
-from .recreate import leave_out, rebuild
+from .recreate import rebuild
 from .suspend import check_room, resume
 
-Skip = Iterable[str | ProcessGroup] | str | ProcessGroup
-
 
 @overload
-def reload(
-    *sets: str, connect: Connect | None = ..., skip: Skip = ..., wait: Literal[True] = True
-) -> Report: ...
+def reload(*sets: str, connect: Connect | None = ..., wait: Literal[True] = True) -> Report: ...
 @overload
-def reload(
-    *sets: str, connect: Connect | None = ..., skip: Skip = ..., wait: Literal[False]
-) -> Pending: ...
+def reload(*sets: str, connect: Connect | None = ..., wait: Literal[False]) -> Pending: ...
 @overload
-def reload(
-    *sets: str, connect: Connect | None = ..., skip: Skip = ..., wait: bool
-) -> Report | Pending: ...
-def reload(
-    *sets: str, connect: Connect | None = None, skip: Skip = (), wait: bool = True
-) -> Report | Pending:
+def reload(*sets: str, connect: Connect | None = ..., wait: bool) -> Report | Pending: ...
+def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Report | Pending:
     """Rebuild the communicators of all offloaded groups, or of some sets, behind the same objects.
 
     Collective over all ranks of the job; blocking, with the ``timeout`` of ``install`` for each
@@ -68,10 +54,6 @@ def reload(
             can end the connection of an NCCL communicator in its first collective (torch's
             ``ProcessGroupNCCL``), and the timeout of the reload ends it. The report warns of such
             groups in a recoverable job. Equal on all ranks.
-        skip: groups of :func:`register_group` to leave out, or their names: those whose members
-            outside the job have ended, and that could not be rebuilt. They stay offloaded, which
-            ``status()`` says, and the next reload of the same sets without ``skip`` rebuilds them.
-            Equal on all ranks, so pass names on ranks that are not members.
         wait: if False, return immediately and reload in a separate thread, for example while the
             caller copies weights to the device: see :class:`Pending`. While it runs, groups refuse
             collectives, :func:`offload` and a second reload raise, and callbacks are called in that
@@ -89,12 +71,11 @@ def reload(
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         InsufficientMemoryError: not enough memory here to resume suspended communicators; nothing
             was changed on any rank.
-        InvalidOptionError: the value of ``connect`` is unknown, or a group in ``skip`` was not
-            registered; nothing was changed.
+        InvalidOptionError: the value of ``connect`` is unknown; nothing was changed.
     """
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
-    op = Operation("reload", named_sets(sets, "reload") or None, _names(skip))
+    op = Operation("reload", named_sets(sets, "reload") or None)
     return run(op, partial(restore, how=connect), wait=wait)
 
 
@@ -120,7 +101,6 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
         if any(job.sets[name].owes_callbacks for name in op.chosen):
             op.call_after([*op.of_generations(callbacks.reload, op.groups), *callbacks.reload])
         return
-    leave_out(op)
     with op.timed("device"):
         devices.empty_cache()
     if op.may_suspend:
@@ -132,25 +112,9 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     rebuild(op, job, _without_communicator(op), how, resumed=suspended)
 
 
-def _names(skip: Skip) -> frozenset[str]:
-    """The names of groups to leave out. Raises InvalidOptionError."""
-    given = [skip] if isinstance(skip, (str, ProcessGroup)) else list(skip)
-    names = {str(getattr(group, "group_name", group)) for group in given}
-    for group in registry.managed():
-        if group.name in names and not group.construction.is_handed_over:
-            raise InvalidOptionError(
-                f"reload(skip={group.name!r}): {group!r} was not passed to "
-                "reloadpg.register_group(); nothing was changed. Only registered groups can be "
-                "left out: all members of the others are in this job."
-            )
-    return frozenset(names)
-
-
 def _without_communicator(op: Operation) -> list[ManagedGroup]:
     """The groups to rebuild. Groups that a callback has destroyed are not rebuilt."""
-    skipped = op.skipped
-    groups = [group for group in op.groups if group not in skipped]
-    return [g for g in groups if g.communicator is None and g.state != GroupState.DESTROYED]
+    return [g for g in op.groups if g.communicator is None and g.state != GroupState.DESTROYED]
 
 
 def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> None:
@@ -174,7 +138,6 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     op.warnings.append(f"all groups were rebuilt. {reason}")
     op.mark_offloaded()
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
-    leave_out(op)
     op.reserve_all()
     op.await_unfinished()
     with op.timed("device"):

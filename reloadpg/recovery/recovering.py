@@ -32,7 +32,7 @@ from ..lifecycle.destroy import abort
 from ..lifecycle.job import Job, jobs
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
-from ..lifecycle.recreate import leave_out, rebuild
+from ..lifecycle.recreate import rebuild
 from ..rendezvous.worker_thread import Deadline
 from ..reports import RankFault, Report
 from ..settings import as_timedelta
@@ -72,8 +72,7 @@ def recover(
     Afterwards all groups are live, also those that were offloaded. Each has run a small all-reduce,
     checked by value. The results of unfinished collectives are lost: the caller restores the state
     from before the step and repeats it. A group whose ``abort()`` or ``shutdown()`` the program has
-    called is rebuilt, unless it was destroyed. Groups that bypass are unchanged. Registered groups
-    that the last reload has left out (``skip``) stay offloaded.
+    called is rebuilt, unless it was destroyed. Groups that bypass are unchanged.
 
     Args:
         reason: the reason for the reports and logs of all ranks: text or an exception; if None, the
@@ -136,7 +135,6 @@ def _recover(
             "fault": asdict(fault),
             "begun": collectives_begun(op.groups),
             "generation": max([job.generation, *(group.generation for group in op.groups)]),
-            "left out": {name: sorted(sets) for name, sets in job.left_out.items()},
         }
     )
     timeout = op.options.timeout.total_seconds()
@@ -162,7 +160,6 @@ def _recover(
         op.enter(left, reason=str(fault))
     op.round.seconds = timeout
     op.generation = agreed["generation"]
-    op.leave_out({name: frozenset(sets) for name, sets in agreed["left out"].items()})
     op.faults = tuple(
         replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )
@@ -170,10 +167,7 @@ def _recover(
         op.call(callbacks.before_reload)
     with op.timed("device"):
         devices.empty_cache()
-    leave_out(op)
-    skipped = op.skipped
-    groups = [g for g in op.groups if g not in skipped]
-    gone = [g for g in groups if g.state is not GroupState.DESTROYED]
+    gone = [group for group in op.groups if group.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary")
 
 
@@ -283,14 +277,10 @@ def _summary(reports: Sequence[str]) -> str:
         late = [key.split("/")[0] for key, begun in report["begun"].items() if begun < most[key]]
         if late or report["fault"]["reason"]:
             faults.append({**report["fault"], "late": late})
-    left_out: dict[str, Any] = {}  # by any rank: a failed operation may not be counted on all
-    for report in read:
-        left_out.update(report["left out"])
     faults.sort(key=lambda fault: (not fault["late"], fault["rank"]))
     return json.dumps(
         {
             "generation": max(report["generation"] for report in read) + 1,
             "faults": faults[:_MOST],
-            "left out": left_out,
         }
     )
