@@ -156,12 +156,6 @@ NEEDS: tuple[Need, ...] = (
     *_names(_METHODS, f"{_C}:_ProcessGroupWrapper", "wrapped_pg", "debug"),
     *_names(_SUSPEND, f"{_C10D}:ProcessGroupNCCL", "_comm_ptr", "suspend"),
     *_names(_SUSPEND, f"{_C}:Backend", "suspend resume", "suspend", (2, 13)),
-    *_names(
-        "an offload waits for asynchronous saves of checkpoints",
-        "torch.distributed.checkpoint._async_thread_executor:_ThreadBasedAsyncCheckpointExecutor",
-        "execute_save",
-        "saves",
-    ),
     *_names(_DUMPS, _C, "_dump_nccl_trace", "flight recorder"),
     *_names(_DUMPS, f"{_C}:ProcessGroupNCCL", "uid", "flight recorder"),
     *_names(

@@ -16,8 +16,7 @@ from typing import Any
 
 import wrapt
 
-from ..c10d import creation, inspection, needs, saves
-from ..texts import warn
+from ..c10d import creation, inspection
 from .borrowed import recorders
 from .registry import registry
 from .wrappers import Wrapper, recording_rendezvous, wrappers
@@ -91,34 +90,13 @@ class Patches:
         return applied
 
     def patch_loaded_late(self) -> None:
-        """Wrap functions of modules that torch loads on demand, as far as loaded. Idempotent."""
-        self._patch_savers()
+        """Wrap a function of a module that torch loads on demand, if it is loaded. Idempotent."""
         original = vars(sys.modules.get(inspection.SYMMETRIC_MEMORY, object)).get("rendezvous")
         if original is not None and all(p.replacement is not original for p in self.patches):
             replacement = recording_rendezvous(original)
             for owner, attribute, _ in list(_bindings([id(original)])):
                 self.patches.append(_Patch(owner, attribute, original, replacement))
                 setattr(owner, attribute, replacement)
-
-    def _patch_savers(self) -> None:
-        """Record asynchronous saves from now on, once the module that starts them is loaded."""
-        if lacking := needs.missing("saves"):
-            if "saves" not in registry.warned:
-                registry.warned.add("saves")
-                warn(
-                    f"reloadpg: an offload does not wait for async_save() with this torch, which "
-                    f"lacks {needs.describe_needs(lacking)}. Wait for the result() of each save "
-                    "before an offload; otherwise the checkpoint can be lost.",
-                    of_host=True,
-                )
-            return
-        name, attribute = saves.SAVER
-        owner = getattr(sys.modules.get(saves.SAVERS), name, None)
-        if owner is not None and all(patch.owner is not owner for patch in self.patches):
-            original = vars(owner)[attribute]
-            patch = _Patch(owner, attribute, original, saves.recording_save(original))
-            setattr(owner, attribute, patch.replacement)
-            self.patches.append(patch)
 
     def foreign(self) -> list[str]:
         """List the changed names that no longer hold our wrapper, with their current value."""
@@ -158,15 +136,14 @@ def _originals(name: str) -> list[Any]:
 
 @functools.cache
 def patch_when_loaded() -> None:
-    """Patch the modules that torch loads on demand when they are. Local, idempotent."""
+    """Patch the module that torch loads on demand when it is. Local, idempotent."""
 
     def patch(_: ModuleType) -> None:
         with registry.lock:
             if registry.patches is not None:
                 registry.patches.patch_loaded_late()
 
-    for module in (saves.SAVERS, inspection.SYMMETRIC_MEMORY):
-        wrapt.register_post_import_hook(patch, module)
+    wrapt.register_post_import_hook(patch, inspection.SYMMETRIC_MEMORY)
 
 
 def _bindings(targets: Iterable[int]) -> Iterator[tuple[ModuleType, str, int]]:

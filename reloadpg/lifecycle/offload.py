@@ -49,10 +49,6 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
     collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that bypass, and the
     CPU backend of mixed groups, keep working.
 
-    It first waits, within the same timeout, for each ``torch.distributed.checkpoint.async_save`` in
-    a thread that uses a group whose CPU backend will be released: such a checkpoint would be lost.
-    It knows the saves that began after ``install``.
-
     Before ``init_process_group`` and after ``destroy_process_group`` it does nothing. If no group
     is reloadable, it releases nothing and warns once per process, with the reason.
 
@@ -185,7 +181,6 @@ def _quiesce(op: Operation) -> None:
         devices.record({group.proxy: _devices_of(group) for group in live})
         devices.synchronize()
 
-    op.await_saves()
     with op.timed("device"):
         op.do(synchronize, "synchronizing the accelerator")
         c10d_backends.raise_for_aborted()  # the release of the communicators would hide it

@@ -11,16 +11,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
 
-from torch.distributed import ProcessGroup
-
 from ..c10d import devices, nccl
-from ..c10d import saves as c10d_saves
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
 from ..groups.borrowed import borrowed
 from ..groups.creation import HANDED_OVER
@@ -346,14 +342,10 @@ class Operation:
             state.offloaded = True
 
     def reserve(self, under_way: UnderWay) -> None:
-        """Restrict the groups that it changes to this operation's threads until it ends.
-
-        Groups that an asynchronous save uses follow when :meth:`await_saves` has returned.
-        """
+        """Restrict the groups that it changes to this operation's threads until it ends."""
         self._under_way = under_way
-        saving = self._saves().values()
         for group in self.groups if self.job is not None else ():
-            if group.proxy not in saving and (self.name == "offload" or not group.is_live):
+            if self.name == "offload" or not group.is_live:
                 self._reserved.append(group)
                 group.reserve(under_way)
 
@@ -361,13 +353,6 @@ class Operation:
         """Reserve the groups that a reload has only now released."""
         if self._under_way is not None:
             self.reserve(self._under_way)
-
-    def _saves(self) -> dict[futures.Future[object], ProcessGroup]:
-        """The asynchronous saves on groups whose backend of the CPU will be released. Local."""
-        groups = self.groups if self.name == "offload" and self.job is not None else []
-        return c10d_saves.saves_on(
-            [g.proxy for g in groups if g.is_live and "cpu" in g.construction.selected]
-        )
 
     @property
     def creators(self) -> int:
@@ -399,18 +384,6 @@ class Operation:
             self._commit()
 
     # -- steps ------------------------------------------------------------------------------
-
-    def await_saves(self) -> None:
-        """Wait for asynchronous saves that use groups to release; with a timeout.
-
-        A checkpoint whose group is released is lost, and only the future of the save says so.
-        """
-        if saves := self._saves():
-            names = ", ".join(dict.fromkeys(map(repr, saves.values())))
-            doing = f"waiting for an async_save of a checkpoint that uses {names}"
-            with self.timed("saves"):
-                self.do(partial(futures.wait, saves), doing)
-            self.reserve_all()
 
     def await_unfinished(self) -> None:
         """Wait a limited time for communicators that failed operations are still destroying.
