@@ -231,20 +231,6 @@ def is_connected(backend: CppBackend, index: int | None = None) -> bool:
         return pointer_of(backend) != 0
 
 
-def connects_without_timeout(backend: CppBackend) -> bool:
-    """Whether a backend will connect in its first collective, by a call that nothing can end.
-
-    ``ProcessGroupNCCL`` waits for missing members in ``ncclCommInitRankConfig``. It has no handle
-    of the communicator yet, so no timeout and no ``abort`` ends the wait (2.8.0, and 2.15.0 with
-    ``TORCH_DIST_USE_NCCL2=0``, over stand-ins for NCCL). ``ProcessGroupNCCL2`` has one, and cannot
-    be aborted in its first collective: see :func:`connects_in_first_use`.
-    """
-    engine = type(backend).__name__
-    if engine == "ProcessGroupNCCL":
-        return not is_connected(backend)
-    return engine == "ProcessGroupNCCL2" and sequence_number(backend) == 0
-
-
 def aborted_groups() -> list[str]:
     """Name the groups of this process whose communicator the watchdog has found broken.
 

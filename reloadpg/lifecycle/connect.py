@@ -8,7 +8,6 @@ communicators (``eager_connect_single_device``); collectives run one group after
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,15 +18,11 @@ from ..c10d.backends import (
     backend_for,
     connects_eagerly,
     connects_in_first_use,
-    connects_without_timeout,
     is_connected,
-    live_backends,
     raise_for_aborted,
 )
-from ..c10d.tables import labels_of
 from ..errors import InvalidOptionError, RebuildError
 from ..groups.managed import ManagedGroup
-from ..texts import counted
 
 Connect = Literal["none", "eager", "canary"]
 
@@ -50,27 +45,6 @@ def needs_collective(group: ManagedGroup) -> bool:
     """Whether only a collective connects a live group entirely."""
     return not connects_alone(group) or connects_in_first_use(
         backend_for(group.proxy, _device(group))
-    )
-
-
-def late_connections(groups: Iterable[ManagedGroup]) -> str:
-    """Name the live groups in whose first collective a fault could not be ended; "" if none."""
-    late = [
-        group.proxy
-        for group in groups
-        if group.is_live
-        and group.construction.size > 1
-        and any(
-            connects_without_timeout(backend)
-            for backend in live_backends(group.proxy, group.construction.selected).values()
-        )
-    ]
-    if not late:
-        return ""
-    return (
-        f"{counted(len(late), 'group')} ({labels_of(late)}) will connect in the first "
-        "collective. If a rank does not reach that collective, the others stay in it, past every "
-        "timeout: torch's NCCL backend cannot end a connection."
     )
 
 

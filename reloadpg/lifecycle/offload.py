@@ -23,7 +23,6 @@ from .job import Job
 from .operation import Operation
 from .pending import Pending, run
 from .suspend import (
-    bytes_kept,
     choose,
     obstacle_of,
     refuse_borrowed,
@@ -129,7 +128,6 @@ def release(op: Operation, job: Job, collect: bool = False) -> None:
     op.measure("released")
     op.barrier("released")
     op.warnings += releases.held()
-    op.warnings += bytes_kept(suspended)
     op.note = "" if live else "no live reloadable group"
     for state in op.states:
         state.owes_callbacks = False

@@ -20,7 +20,6 @@ from .connect import (
     check_group,
     connect_group,
     connects_alone,
-    late_connections,
     needs_collective,
 )
 from .destroy import abort_communicator, discard
@@ -56,8 +55,6 @@ def rebuild(
     ]
     op.over(checked, rebuilds.check, parallelism=1)
     op.measure("rebuilt")
-    if connect == "none" and op.options.recoverable and (text := late_connections(back)):
-        op.warnings.append(f"{text} Pass connect='eager'.")
     op.barrier("done")
     op.note = "" if op.reports else "no reloadable group here"
     op.call_after([*op.of_generations(callbacks.reload, gone), *callbacks.reload])

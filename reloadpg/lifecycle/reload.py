@@ -52,8 +52,7 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
             creation.) ``canary`` runs that all-reduce on all groups and checks the sum.
             None means ``eager`` with ``install(recoverable=True)``, otherwise ``none``: no fault
             can end the connection of an NCCL communicator in its first collective (torch's
-            ``ProcessGroupNCCL``), and the timeout of the reload ends it. The report warns of such
-            groups in a recoverable job. Equal on all ranks.
+            ``ProcessGroupNCCL``), and the timeout of the reload ends it. Equal on all ranks.
         wait: if False, return immediately and reload in a separate thread, for example while the
             caller copies weights to the device: see :class:`Pending`. While it runs, groups refuse
             collectives, :func:`offload` and a second reload raise, and callbacks are called in that

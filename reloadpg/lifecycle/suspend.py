@@ -189,14 +189,3 @@ def verify(
         f"{mebibytes(expected)} that NCCL had reported: {why}. All ranks recreate their groups "
         "from the next offload on"
     ]
-
-
-def bytes_kept(groups: Sequence[ManagedGroup]) -> list[str]:
-    """Warn of the memory that suspended communicators report as kept. Local."""
-    stays = sum((g.history.held_bytes or 0) - g.history.suspended_bytes for g in groups)
-    if stays <= 0:
-        return []
-    return [
-        f"{counted(len(groups), 'suspended communicator')} kept {mebibytes(stays)}; strategy "
-        "'recreate' releases them"
-    ]

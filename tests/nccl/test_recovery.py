@@ -56,25 +56,3 @@ def test_a_fault_before_the_first_collective_of_a_rebuilt_group_is_recovered(
         assert summed(group) == 2.0
         reloadpg.offload()
         reloadpg.reload()
-
-
-@on_engines(2)
-@pytest.mark.parametrize("recoverable", [True, False])
-def test_a_reload_warns_of_groups_that_cannot_be_ended_while_they_connect(
-    engine: str, recoverable: bool, rank: int
-) -> None:
-    """In a recoverable job, with ``connect="none"``."""
-    torch.cuda.set_device(rank)
-    reloadpg.install(recoverable=recoverable, timeout=60)
-    dist.init_process_group("nccl")
-
-    def warned(**options: Any) -> bool:
-        reloadpg.offload()
-        report = reloadpg.reload(**options)
-        summed(None)
-        return "past every timeout" in "".join(report.warnings)
-
-    summed(None)
-    assert warned(connect="none") == recoverable
-    assert not warned()
-    assert not warned(connect="eager")

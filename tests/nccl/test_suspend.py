@@ -84,8 +84,6 @@ def test_three_cycles(engine: str, strategy: str) -> None:
         assert sum(group.bytes or 0 for group in report.groups) == live
         assert len(report.groups) == count
         assert {*strategies(report).values(), *strategies(back).values()} == {strategy}
-        kept = [f"kept {left / MIB:.1f} MiB" in text for text in report.warnings]
-        assert kept.count(True) == suspends
     for group, backend in zip(job.groups.values(), backends, strict=True):
         assert (group._get_backend(torch.device("cuda")) is backend) == suspends
 
