@@ -4,8 +4,8 @@ A *point* is a place in an operation, written ``operation.place``: ``offload.ent
 ``offload.callbacks``, ``offload.group3`` (releasing the fourth group),
 ``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD),
 ``reload.done``. A barrier's point is the moment before this rank arrives. A
-recovery has ``recover.enter``, ``recover.agreed``, ``recover.group0``, ``recover.check0`` (the
-canary of WORLD) and ``recover.done``. Simulated groups also have ``recover.connect0``.
+recovery has ``recover.enter``, ``recover.group0``, ``recover.check0`` (the canary of WORLD)
+and ``recover.done``. Simulated groups also have ``recover.connect0``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ RELOAD_POINTS = (
 )
 RECOVER_POINTS = (
     "recover.enter",
-    "recover.agreed",
     "recover.group0",
     "recover.group3",
     "recover.check0",

@@ -72,7 +72,7 @@ COUNTED = [
 ]
 TWO_RANKS = [
     Fault("recover.group2", "raise", (1, 2)),
-    Fault("recover.agreed", "interrupt", (0, 3)),
+    Fault("recover.enter", "interrupt", (0, 3)),
     Fault("recover.check2", "raise", (0, 1)),
 ]
 HANGS = faults("hang", "reload.group1", "recover.enter", "recover.group2", "recover.done")
@@ -122,10 +122,6 @@ DEATHS = {
     point: every_fault([Fault(point, "die", (VICTIM,))], timeout=BOUND, parallelism=PARALLELISM)
     for point in ("use", *OFFLOAD_POINTS, *RELOAD_POINTS, *RECOVER_POINTS)
 }
-DEATHS["recover.agreed, rank 0"] = every_fault(
-    [Fault("recover.agreed", "die", (0,))], timeout=BOUND
-)
-"""The rank that reads the reports of the others."""
 
 
 @pytest.mark.guarantees
