@@ -47,8 +47,8 @@ def cpu_s(pid: int) -> float:
 class Player:
     """One rank of a job: it performs the commands of its generators on a client."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = Rank(rank, size, job=1)
+    def __init__(self, rank: int, size: int, job: int) -> None:
+        self.rank = Rank(rank, size, job)
         self.requests = 0
         self._steps: Steps = self.rank.count()
         self._waits: Await | None = None
@@ -109,8 +109,8 @@ def main() -> int:
         assert server.stdout is not None
         port = int(server.stdout.readline())
         clients = [dist.TCPStore("127.0.0.1", port, None, False) for _ in range(CLIENTS)]
-        for ranks in options.ranks:
-            players = [Player(rank, ranks) for rank in range(ranks)]
+        for job, ranks in enumerate(options.ranks, start=1):
+            players = [Player(rank, ranks, job) for rank in range(ranks)]
             before = cpu_s(server.pid)
             with ThreadPoolExecutor(CLIENTS) as threads:
                 for _ in range(CYCLES):
@@ -123,7 +123,6 @@ def main() -> int:
             print(
                 f"{ranks} ranks: {mean} requests a rank, at most {most}, {seconds} s of server CPU"
             )
-            clients[0].delete_key(f"{PREFIX}/1/current")  # of this job
     finally:
         server.kill()
         server.wait()
