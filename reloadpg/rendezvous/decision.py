@@ -33,7 +33,6 @@ class Decision:
         stuck: ranks that responded but had not finished their own work at the timeout.
         silent: ranks that did not respond after a failure.
         doing: the work of the first of ``stuck``.
-        by: the rank that wrote the decision for ``rank``.
         dead: ranks whose processes have ended, as detected by a rank on the same host.
         operation: name of the operation that ended early.
         generation: the generation with which the ranks rebuild all groups of a reload, since they
@@ -48,15 +47,9 @@ class Decision:
     stuck: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
     doing: str = ""
-    by: int = -1
     dead: tuple[int, ...] = ()
     operation: str = ""
     generation: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether all ranks arrived."""
-        return self.kind == "ok"
 
     def to_json(self) -> str:
         given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}

@@ -45,8 +45,8 @@ _COUNT_S = 5.0
 _FLAG_S = 0.5
 """Timeout for reading whether a recovery was requested, in seconds."""
 
-_SILENT_S = 2.0, 60.0
-"""Back-off for an unresponsive store: initial and maximum, in seconds."""
+_SILENT_S = 10.0
+"""Seconds until an unresponsive store is asked again whether a recovery was requested."""
 
 _BRIEF_S = 0.5
 """Seconds of the first wait for a key before the ranks of a job have met."""
@@ -105,7 +105,7 @@ class Rendezvous:
         self._prefix = prefix
         self.state = Rank(rank, 1 if root is None else size, 0 if counts else 1)
         self._last = 0  # number of the last recovery that was requested
-        self._ask_again = self._silent_s = 0.0
+        self._ask_again = 0.0
         self._progress = 0
 
     @classmethod
@@ -205,18 +205,16 @@ class Rendezvous:
         """Whether a recovery was requested that this rank has not joined. Local, with a timeout.
 
         Polls at most once per ``every`` seconds; otherwise returns the cached answer. False while
-        the store does not respond, with a back-off of 2 s that doubles up to a minute.
+        the store does not respond, which is asked again after 10 s.
         """
         if self.alone or time.monotonic() < self._ask_again:
             return self._last >= self.state.next
         self._ask_again = time.monotonic() + every
         try:
             now = self.drive(self.state.read(), Deadline("flag", _FLAG_S))
-            self._last, self._silent_s = now.recovery, 0.0
+            self._last = now.recovery
         except ReloadpgError:
-            least, most = _SILENT_S
-            self._silent_s = min(most, max(least, 2 * self._silent_s))
-            self._ask_again = time.monotonic() + self._silent_s
+            self._ask_again = time.monotonic() + _SILENT_S
         return self._last >= self.state.next
 
     # -- the store --------------------------------------------------------------------------
@@ -312,7 +310,7 @@ class Rendezvous:
         """The decision to write after processes of other ranks have ended. Local."""
         dead = self.peers.dead()
         text = f"its process on the host of rank {self.rank} has ended"
-        return Decision("failed", dead[0], text, by=self.rank, dead=dead)
+        return Decision("failed", dead[0], text, dead=dead)
 
 
 def perform(command: protocol.Command, store: Store) -> Any:

@@ -320,7 +320,7 @@ THROWN = {"interrupt": KeyboardInterrupt, "failure": RuntimeError, "lost": Store
 def thrown(kind: str, rank: int) -> BaseException:
     if kind.startswith("death"):
         dead = int(kind.removeprefix("death"))
-        return GaveUp(Decision("failed", dead, by=rank, dead=(dead,)))
+        return GaveUp(Decision("failed", dead, dead=(dead,)))
     return GaveUp(Decision("timeout", rank)) if kind == "timeout" else THROWN[kind](kind)
 
 
