@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from ..c10d import tables
 from ..errors import InvalidOptionError
@@ -27,22 +28,21 @@ class Placement:
             torch.get_device_module(self.device.type).set_device(self.device.index)
 
 
-def parse_backend(backend: str) -> dict[str, str]:
-    """Backend by device type; one backend for all is under ``""``. Local, pure."""
-    text = backend.lower() if isinstance(backend, str) else ""
-    pairs = [item.split(":") if ":" in item else ["", item] for item in text.split(",")]
-    parsed = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
-    if len(parsed) != len(pairs) or ("" in parsed and len(parsed) > 1):
-        raise _error(f"backend={backend!r} is neither one name nor device:name pairs")
-    unknown = sorted(set(parsed.values()) - {name.lower() for name in tables.known_backends()})
-    if unknown:
-        known = ", ".join(sorted(tables.known_backends() - {"undefined"}))
-        raise _error(f"backend={backend!r}: {unknown[0]!r} is unknown; known are {known}")
-    for name in parsed.values():
+def backends_by_device(backend: str) -> dict[str, str]:
+    """The backend of each type of device that this one serves, as torch reads it. Local."""
+    try:
+        found = BackendConfig(Backend(backend)).get_device_backend_map()
+    except ValueError as error:
+        raise _error(f"backend={backend!r} is neither one name nor device:name pairs") from error
+    by_device = {kind: str(name) for kind, name in found.items()}
+    for name in by_device.values():
+        if name not in {known.lower() for known in tables.known_backends()}:
+            known = ", ".join(sorted(tables.known_backends() - {"undefined"}))
+            raise _error(f"backend={backend!r}: {name!r} is unknown; known are {known}")
         available = getattr(dist, f"is_{name}_available", None)
         if available is not None and not available():
             raise _error(f"backend={backend!r}: this torch was built without {name}")
-    return parsed
+    return by_device
 
 
 def parse_device(device: torch.device | str | None) -> torch.device | None:
@@ -70,11 +70,12 @@ def choose_placement(
     Without a device: the accelerator, if there is one and the given backend serves it; otherwise
     the CPU. Without a backend: the one that torch has registered for the device's type.
     """
-    named = parse_backend(backend) if backend is not None else {}
+    named = backends_by_device(backend) if backend is not None else {}
     wanted = parse_device(device)
     if wanted is None:
         wanted = accelerator()
-        if wanted is None or (named and (_is_cpu_only(named) or not _serves(named, wanted))):
+        for_cpu = backend is not None and backend.lower() in _CPU_ONLY
+        if wanted is None or for_cpu or (named and wanted.type not in named):
             wanted = torch.device("cpu")
     chosen = wanted if wanted.type == "cpu" else _visible(wanted, local_rank)
     if backend is None:
@@ -82,22 +83,10 @@ def choose_placement(
         if chosen.type not in served:
             raise _error(f"No backend is registered for device type {chosen.type!r}")
         backend = str(served[chosen.type])
-        parse_backend(backend)
-    elif "" not in named and chosen.type not in named:
-        raise _error(f"backend={backend!r} names no backend for device {chosen}")
-    elif not _serves(named, chosen):
+        backends_by_device(backend)
+    elif chosen.type not in named:
         raise _error(f"backend={backend!r} does not serve device {chosen}")
     return Placement(chosen, backend.lower())
-
-
-def _is_cpu_only(named: dict[str, str]) -> bool:
-    return all(kind in ("", "cpu") and name in _CPU_ONLY for kind, name in named.items())
-
-
-def _serves(named: dict[str, str], device: torch.device) -> bool:
-    name = named.get(device.type) or named.get("")
-    capability = dist.Backend.backend_capability
-    return name is not None and device.type in capability.get(name, [device.type])
 
 
 def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:
