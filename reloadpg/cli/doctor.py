@@ -29,15 +29,12 @@ from typing import Any
 from .. import _TESTED_TORCH
 from ..errors import UnsupportedTorchError
 from ..lifecycle.autoinstall import NO, SWITCH
-from ..lifecycle.variables import STRATEGIES, invalid_values
+from ..lifecycle.variables import invalid_values
 from ..settings import IS_OFF, VARIABLES, is_off, unknown_variables
 from ..texts import counted
 from .console import Finding, existing_file, say
 
 OLDEST, NEWEST = _TESTED_TORCH
-
-SUSPENDS = (2, 29, 7)
-"""The first NCCL version that can suspend a communicator."""
 
 REPORTED = (
     *("RELOADPG_", "NCCL_", "TORCH_", "TORCHCOMM_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_"),
@@ -56,7 +53,6 @@ def diagnose(
     script: str | os.PathLike[str] | None = None,
     *,
     environ: Mapping[str, str] | None = None,
-    strategy: str | None = None,
 ) -> list[Finding]:
     """Find causes that prevent offload and reload, in this process and its environment.
 
@@ -66,24 +62,17 @@ def diagnose(
     Args:
         script: a script whose imports are imported first; the script does not run.
         environ: the variables to look at; ``os.environ`` if None.
-        strategy: the strategy of the job; None reads it from the environment, or from an
-            installation in this process. Settings that it does not use are not checked.
     """
     variables = os.environ if environ is None else environ
-    chosen = strategy or _strategy_here(variables)
-    said, suspends = Finding("strategy", "ok", chosen), chosen != "recreate"
     checks: list[Check] = [
         ("torch", check_torch),
         ("torchcomms", check_torchcomms),
         ("variables", partial(check_variables, variables)),
         ("autoinstall", partial(check_autoinstall, variables)),
-        *([("strategy", lambda: iter([said]))] if chosen in STRATEGIES else []),
         ("device", check_device),
-        ("nccl settings", partial(check_nccl_settings, variables, suspends=suspends)),
-        *([("suspend", check_suspend)] if suspends else []),
+        ("nccl settings", partial(check_nccl_settings, variables)),
         ("recovery", partial(check_recovery, variables)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
-        ("holders", partial(check_holders, variables, suspends=suspends)),
         ("torch names", check_names),  # of modules that the script has loaded, too
         ("foreign wrapper", check_wrappers),
         ("launcher", partial(check_launcher, variables)),
@@ -119,16 +108,11 @@ def add(subcommands: Any) -> None:
         metavar="SCRIPT",
         help="first import the imports of this script; the script does not run",
     )
-    parser.add_argument(
-        "--strategy",
-        choices=STRATEGIES,
-        help="the strategy of the job (default: that of the environment, or recreate)",
-    )
     parser.set_defaults(run=_run, reports_variables=True)
 
 
 def _run(options: argparse.Namespace) -> int:
-    findings = diagnose(options.script, strategy=options.strategy)
+    findings = diagnose(options.script)
     say(_page(findings, os.environ))
     return int(any(one.level == "problem" for one in findings))
 
@@ -229,69 +213,23 @@ def check_device() -> Findings:
         yield Finding("nccl", "note", what, remedy)
 
 
-def check_suspend() -> Findings:
-    """Check whether communicators can be suspended. Recreating them needs none of this."""
-    from torch.distributed import ProcessGroupGloo  # it inherits the method, as NCCL's does
-
-    from ..c10d.nccl import nccl_version
-
-    version = nccl_version()
-    if not hasattr(ProcessGroupGloo, "suspend"):
-        why = "this torch cannot suspend communicators (2.12 and later can)"
-    elif version is None:
-        why = "there is no NCCL in this torch"
-    elif version < SUSPENDS:
-        why = f"NCCL {_shown(version)} cannot suspend ({_shown(SUSPENDS)} and later can)"
-    else:
-        yield Finding("suspend", "ok", f"torch and NCCL {_shown(version)} can suspend")
-        return
-    instead = 'strategy="recreate" needs none of this'
-    yield Finding("suspend", "note", f"not available: {why}", instead)
-
-
-def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) -> Findings:
+def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
     """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
     from ..c10d.nccl import nccl_settings, release_cautions
 
     settings = nccl_settings(environ)
     found = partial(Finding, "nccl settings")
-    value, where = settings.get("NCCL_CUMEM_ENABLE", ("", ""))
-    cumem = suspends and value.strip() == "0"
-    if cumem:
-        what = f"NCCL_CUMEM_ENABLE=0 in {where}: NCCL then reports a successful suspend but "
-        what += "releases no memory"
-        remedy = 'unset it to use strategy="suspend"; strategy="recreate" is not affected'
-        yield found("problem", what, remedy)
     for caution in release_cautions(environ):
         setting, _, remedy = caution.partition("; ")
         yield found("warning", setting, remedy)
-    if environ.get("NCCL_RUNTIME_CONNECT") == "1":
-        what = "NCCL_RUNTIME_CONNECT=1: a communicator allocates its memory at its first use"
-        yield found("note", what, "measure memory after a collective on each group")
-    shown = ", ".join(f"{name}={value}" for name, (value, _) in sorted(settings.items()))
-    yield found("note" if cumem else "ok", shown or "none are set")
-
-
-def check_holders(environ: Mapping[str, str], *, suspends: bool = False) -> Findings:
-    """Name what other code holds of groups here, and settings that keep memory or hang."""
-    from .. import status
-    from ..c10d.nccl import nccl_settings
-
-    found = partial(Finding, "holders")
-    for one in status().borrowed:
-        lost = one.raw and one.ended
-        remedy = "let it be taken again: reloadpg.on_generation(group, before=..., after=...)"
-        yield found("problem" if lost else "note", str(one), remedy if one.raw else "")
-    settings = nccl_settings(environ)
     saver = "torch_memory_saver"
     graphs, where = settings.get("NCCL_GRAPH_REGISTER", ("", ""))
     if (saver in sys.modules or saver in environ.get("LD_PRELOAD", "")) and graphs != "0":
         what = f"NCCL_GRAPH_REGISTER={graphs} in {where}" if graphs else "NCCL_GRAPH_REGISTER unset"
         what += f": with {saver}, graphs whose buffers NCCL has registered hang (SGLang#40648)"
         yield found("warning", what, "set NCCL_GRAPH_REGISTER=0 where CUDA graphs are captured")
-    if suspends and settings.get("NCCL_NVLS_ENABLE", ("", ""))[0] != "0":
-        what = "a suspend leaves NVLS and network buffers allocated"
-        yield found("note", what, "NCCL_NVLS_ENABLE=0 avoids the first; recreate releases both")
+    shown = ", ".join(f"{name}={value}" for name, (value, _) in sorted(settings.items()))
+    yield found("ok", shown or "none are set")
 
 
 def check_recovery(environ: Mapping[str, str]) -> Findings:
@@ -325,18 +263,6 @@ def _shown(version: tuple[int, ...]) -> str:
 
 
 # -- this process and the job -----------------------------------------------------------------
-
-
-def _strategy_here(environ: Mapping[str, str]) -> str:
-    """The strategy that the environment names, or that is installed in this process."""
-    if named := environ.get("RELOADPG_STRATEGY", "").strip():
-        return named
-    with suppress(Exception):  # a torch that is too old or broken fails in many ways
-        from .. import status
-
-        if options := status().options:
-            return str(options["strategy"]).partition(" ")[0]
-    return "recreate"
 
 
 def check_variables(environ: Mapping[str, str]) -> Findings:
