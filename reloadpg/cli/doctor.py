@@ -66,12 +66,10 @@ def diagnose(
     variables = os.environ if environ is None else environ
     checks: list[Check] = [
         ("torch", check_torch),
-        ("torchcomms", check_torchcomms),
         ("variables", partial(check_variables, variables)),
         ("autoinstall", partial(check_autoinstall, variables)),
         ("device", check_device),
         ("nccl settings", partial(check_nccl_settings, variables)),
-        ("recovery", partial(check_recovery, variables)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
         ("torch names", check_names),  # of modules that the script has loaded, too
         ("foreign wrapper", check_wrappers),
@@ -187,15 +185,6 @@ def check_names() -> Findings:
 _OTHER_TORCH = "use a tested version of torch, or a newer reloadpg"
 
 
-def check_torchcomms() -> Findings:
-    """Say that ``install`` refuses TorchComms where torch would create its groups with it."""
-    from ..c10d.nccl import torchcomms_obstacle
-
-    if obstacle := torchcomms_obstacle():
-        why, _, remedy = obstacle.partition(". ")
-        yield Finding("torchcomms", "problem", why, remedy)
-
-
 def check_device() -> Findings:
     from ..c10d.devices import name_devices
     from ..c10d.nccl import nccl_version
@@ -230,32 +219,6 @@ def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
         yield found("warning", what, "set NCCL_GRAPH_REGISTER=0 where CUDA graphs are captured")
     shown = ", ".join(f"{name}={value}" for name, (value, _) in sorted(settings.items()))
     yield found("ok", shown or "none are set")
-
-
-def check_recovery(environ: Mapping[str, str]) -> Findings:
-    """Check whether NCCL errors raise in the program, for ``recover``.
-
-    No finding if no setting is relevant, since only some jobs call ``recover``.
-    """
-    from .. import status
-    from ..c10d.nccl import nccl_is_concerned, recovery_settings
-
-    options = status().options
-    asked = bool(options) and options["recoverable"]
-    missing, obstacles = recovery_settings(environ, options["timeout_s"] if options else 300.0)
-    if asked:
-        backends = options["backends"]
-        if not nccl_is_concerned(None if backends == "accelerators" else backends):
-            obstacles = []  # as for install()
-    for obstacle in obstacles:
-        why, _, remedy = obstacle.rpartition("; ")
-        yield Finding("recovery", "problem" if asked else "note", why, f"for recover(), {remedy}")
-    if not obstacles and (asked or not missing):
-        shown = ", ".join(f"{name}={value}" for name, value in sorted(missing.items()))
-        found = f"missing: {shown}" if missing else "NCCL errors raise in the program"
-        remedy = "install(recoverable=True) sets them, but other code has unset them since"
-        level, remedy = ("problem", remedy) if missing else ("ok", "")
-        yield Finding("recovery", level, found, remedy)
 
 
 def _shown(version: tuple[int, ...]) -> str:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import reloadpg
 from reloadpg.c10d import tables
-from reloadpg.cli.doctor import diagnose
 
 NEEDED = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -34,18 +33,13 @@ def settings() -> dict[str, str]:
     return {name: os.environ[name] for name in NEEDED if name in os.environ}
 
 
-def findings() -> list[tuple[str, str]]:
-    return [(one.level, one.message) for one in diagnose() if one.check == "recovery"]
-
-
 def test_unset_variables_are_set_until_uninstall() -> None:
     """Without ``recoverable`` none is set."""
     with reloadpg.install():
-        assert (settings(), findings()) == ({}, [])
+        assert settings() == {}
     with reloadpg.install(recoverable=True):
         assert settings() == NEEDED
         assert reloadpg.status().options["recoverable"] is True
-        assert findings() == [("ok", "NCCL errors raise in the program")]
     assert settings() == {}
 
 
@@ -107,7 +101,7 @@ def test_suitable_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unsuitable_values_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    """The error names the variable; nothing is installed or set. Doctor has a note."""
+    """The error names the variable; nothing is installed or set."""
     monkeypatch.setenv(name, value)
     if name.endswith("MONITORING"):
         monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60")
@@ -116,9 +110,6 @@ def test_unsuitable_values_are_refused(
         reloadpg.install(backends={"nccl"}, recoverable=True)
     assert not reloadpg.is_installed()
     assert settings().keys() <= {name}
-    ((level, message),) = findings()
-    assert level == "note"
-    assert message.startswith(f"{current}={value}")
 
 
 def test_the_default_of_torchrun_is_overridden(
@@ -129,7 +120,6 @@ def test_the_default_of_torchrun_is_overridden(
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     with caplog.at_level("INFO", "reloadpg"), reloadpg.install(backends={"nccl"}, recoverable=True):
         assert settings() == NEEDED
-        assert findings() == [("ok", "NCCL errors raise in the program")]
         assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2, not torchrun's 1" in caplog.text
     assert settings() == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
@@ -141,17 +131,6 @@ def test_without_nccl_any_value_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     with reloadpg.install(backends={"gloo"}, recoverable=True):
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-        assert [level for level, _ in findings()] == ["ok"]
-
-
-def test_doctor_reports_a_variable_changed_after_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    with reloadpg.install(backends={"nccl"}, recoverable=True):
-        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        ((level, message),) = findings()
-        assert level == "problem"
-        assert message.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=1")
-        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-        assert findings() == [("problem", "missing: TORCH_NCCL_ASYNC_ERROR_HANDLING=2")]
 
 
 def test_an_existing_nccl_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
