@@ -73,20 +73,10 @@ def blocks_of(path: Path) -> list[Block]:
     ]
 
 
-def indented(path: Path) -> list[int]:
-    """The lines of a page at which an indented block begins: it has no language."""
-    text = re.sub(
-        r"^```.*?^```$",
-        lambda fence: "\n" * fence[0].count("\n"),
-        path.read_text(),
-        flags=re.MULTILINE | re.DOTALL,
-    )
-    lines = ["", *text.splitlines()]
-    return [
-        number
-        for number in range(1, len(lines))
-        if lines[number].startswith("    ") and not lines[number - 1].strip()
-    ]
+def has_indented_block(path: Path) -> bool:
+    """Whether a page has an indented block, which has no language."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return "\n\n    " in text
 
 
 def python_blocks(path: Path) -> list[Block]:

@@ -204,26 +204,19 @@ class Player:
             with c10d._coalescing_manager(self._groups[WORLD], device):
                 dist.all_reduce(self._tensor(1.0))
                 raise cause
-        done: set[str] = set()
         for call in END_CALLS.get(end, ()):
             if call in ("abort", "shutdown"):
                 for group in self._managed():
                     getattr(group, call)()
-            elif call not in done:
+            else:
                 getattr(c10d, call)()
-            else:  # torch's own error: there is no such group any more
-                with suppress(AssertionError, ValueError):
-                    getattr(c10d, call)()
-                    raise RuntimeError(f"a second {call} did not raise")
-            done.add(call)
 
     # -- a step -----------------------------------------------------------------------------------
 
     def _play(self, place: int, step: Step) -> None:
         """Call a step on this rank; compare what all ranks see with what is expected."""
         self._place, before = place, self._communicators()
-        status = reloadpg.status()
-        generation, idle = status.generation, (step.args, status.state) == (("reload",), "live")
+        generation = reloadpg.status().generation
         self._prepare(step)
         if step.fault is not None and step.fault.kind == "die":
             self._alive = [rank for rank in self._alive if rank not in step.fault.ranks]
@@ -250,7 +243,7 @@ class Player:
             self._check_error(step, ended, seen)
             self._check_groups(step, ended, status, before)
             found = [one[2:] for one in all_seen]
-            self._check_generations(step, ended, found, generation, idle)
+            self._check_generations(step, ended, found, generation)
         except AssertionError as error:
             raise AssertionError(f"{error}: {where}") from error
         self.share()
@@ -274,24 +267,14 @@ class Player:
             if step.do == "offload" and not hangs and not self.program.on_nccl:
                 assert eventually(self._all_released)
 
-    def _check_generations(
-        self, step: Step, ended: Ended, found: Any, before: int, idle: bool
-    ) -> None:
-        """All ranks are in one generation, which is above that of before if groups were rebuilt.
-
-        Not if it was ``idle``: a reload of groups that are live.
-        """
+    def _check_generations(self, step: Step, ended: Ended, found: Any, before: int) -> None:
+        """All ranks are in one generation, which is above that of before if groups were rebuilt."""
         if not self._state.known:
             return
         assert len({generation for generation, _ in found}) == 1, found
-        rebuilt = step.do in ("reload", "recover", "mend", "settle") and ended == "completed"
-        now = reloadpg.status().generation
-        if self.program.on_nccl:  # suspended groups stay
-            assert now >= before
-        elif rebuilt and self._failed is False and step.do != "reload" and not idle:
-            assert now > before
-        elif idle or not rebuilt:
-            assert now >= before
+        now, done = reloadpg.status().generation, ended == "completed" and not self._failed
+        rebuilt = step.do in ("recover", "settle") and done and not self.program.on_nccl
+        assert now > before if rebuilt else now >= before  # on NCCL, suspended groups stay
         numbers: dict[str, Any] = {}
         for _, of_rank in found:
             for slot, number in of_rank.items():

@@ -40,8 +40,7 @@ END_CALLS: dict[str, tuple[str, ...]] = {
     "abort all": ("_abort_process_group",),
     "abort": ("abort", "destroy_process_group"),
     "shutdown": ("shutdown", "destroy_process_group"),
-    "abort, abort all, twice": ("abort", "_abort_process_group") * 2,
-    "abort, shutdown, destroy, twice": ("abort", "shutdown", "destroy_process_group") * 2,
+    "abort twice, shutdown, destroy": ("abort", "abort", "shutdown", "destroy_process_group"),
     "shutdown, abort, abort all": ("shutdown", "abort", "_abort_process_group"),
 }
 """Ends of a job that are calls of torch's functions, and of the methods of each group."""

@@ -132,24 +132,6 @@ def test_any_number_of_connected_groups(engine: str, how: Any, bound: bool, rank
         groups.append(dist.new_group([0, 1]))
 
 
-@on_engines(4)
-def test_overlapping_groups_in_the_background(engine: str, rank: int) -> None:
-    """Ranks that hold different overlapping groups release and rebuild them in the background."""
-    start(rank)
-    groups = [
-        dist.new_group([one, other], group_desc=f"trainer {one} {other}")
-        for one in range(4)
-        for other in range(one + 1, 4)
-    ]
-    mine = [group for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER]
-    for _ in range(2):
-        for group in mine:
-            assert summed(group, rank) > 0
-        reloadpg.offload(wait=False).result()
-        assert standins.communicators() == 0
-        reloadpg.reload(wait=False).result()
-
-
 @on_engines(2)
 def test_a_release_leaves_nothing_over(engine: str, rank: int, tmp_path: Path) -> None:
     """Communicators of the first generation leave no thread, descriptor or memory.

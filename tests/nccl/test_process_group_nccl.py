@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from datetime import timedelta
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from helpers.fault_job import attempt
 from helpers.nccl_job import (
-    CAN_SUSPEND,
     LIMIT,
     Meetings,
     eventually,
@@ -21,7 +19,6 @@ from helpers.nccl_job import (
     on_engines,
     start,
     summed,
-    used,
 )
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -149,17 +146,6 @@ def test_a_split_is_reloaded_after_its_parent_was_destroyed(
 
 
 @on_engines(2)
-def test_offloaded_groups_can_be_destroyed_and_aborted(engine: str, rank: int) -> None:
-    """Torch queries their backends as it destroys or aborts them."""
-    start(rank)
-    pair = dist.new_group([0, 1])
-    reloadpg.offload()
-    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
-    dist.destroy_process_group(pair)
-    dist.distributed_c10d._abort_process_group()
-
-
-@on_engines(2)
 def test_a_batch_that_fails_does_not_stop_later_collectives(engine: str, rank: int) -> None:
     """Torch leaves NCCL's group call open, which then collects the thread's calls."""
     start(rank, recoverable=True)
@@ -226,32 +212,6 @@ def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) 
     reloadpg.offload()
     reloadpg.reload()
     assert summed(None, rank) == 3.0
-
-
-@pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend")
-@on_engines(4)
-def test_overlapping_groups_are_suspended(engine: str, rank: int) -> None:
-    """At the default parallelism; torch's own suspend holds Python's lock and would deadlock."""
-    start(rank, strategy="suspend")
-    groups: list[tuple[Any, tuple[int, ...]]] = [(None, (0, 1, 2, 3))]
-    for number in (2, 3):
-        for members in itertools.combinations(range(4), number):
-            group = dist.new_group(list(members), timeout=LIMIT)
-            if rank in members:
-                groups.append((group, members))
-
-    def live() -> int:
-        """Check the sums of all groups; return the memory in use."""
-        for group, members in groups:
-            assert summed(group, rank) == sum(member + 1 for member in members)
-        return used()
-
-    before = live()
-    for _ in range(3):
-        reloadpg.offload()
-        assert used() < before / 10
-        reloadpg.reload()
-        assert live() == before
 
 
 @pytest.mark.skipif(

@@ -53,7 +53,8 @@ def held() -> int:
 def test_three_cycles(engine: str, strategy: str) -> None:
     """The report has the bytes that the device has back; suspend keeps a part, and the backends.
 
-    Collectives raise on offloaded groups, and the same objects sum correctly after the reload.
+    Collectives raise on offloaded groups, and the same objects sum correctly after the reload. The
+    groups overlap: torch's own suspend holds Python's lock and would deadlock.
     """
     job = start(strategy=strategy)
     count, suspends, live = len(job.groups), strategy == "suspend", held()
