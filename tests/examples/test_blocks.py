@@ -25,13 +25,12 @@ from helpers.documents import (
     docstring_blocks,
     has_indented_block,
     page_blocks,
-    readme_blocks,
 )
 from helpers.stubs import CYCLES, run_block
 
 from reloadpg.testing import run_ranks
 
-BLOCKS = [*readme_blocks(), *page_blocks(), *docstring_blocks()]
+BLOCKS = [*page_blocks(), *docstring_blocks()]
 
 
 def the_uniform_pause(ranks: list[dict[str, Any]]) -> None:

@@ -89,14 +89,9 @@ def python_blocks(path: Path) -> list[Block]:
     ]
 
 
-def readme_blocks() -> list[Block]:
-    """The Python blocks of the README."""
-    return python_blocks(README)
-
-
 def page_blocks() -> list[Block]:
-    """The Python blocks of the pages in docs/."""
-    return [block for page in PAGES for block in python_blocks(page)]
+    """The Python blocks of the README and of the pages in docs/."""
+    return [block for page in [README, *PAGES] for block in python_blocks(page)]
 
 
 def docstring_blocks() -> list[Block]:

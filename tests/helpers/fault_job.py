@@ -15,7 +15,6 @@ import os
 import re
 import select
 import signal
-import socket
 import threading
 import time
 import weakref
@@ -387,28 +386,6 @@ def join_operations() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("reloadpg-") and not thread.daemon:
             thread.join(PATIENCE.total_seconds())
-
-
-def sockets() -> set[int]:
-    """The descriptors of this process's sockets."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if re.match(r"socket:", os.readlink(f"/proc/self/fd/{name}")):
-                found.add(int(name))
-    return found
-
-
-def connections() -> set[int]:
-    """The descriptors of this process's connections, except those to the store."""
-    port, found = int(os.environ["MASTER_PORT"]), set()
-    for descriptor in sockets():
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                ports = {one.getsockname()[1], one.getpeername()[1]}
-                if port not in ports:
-                    found.add(descriptor)
-    return found
 
 
 def all_reduce(group: Any) -> None:

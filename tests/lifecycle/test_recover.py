@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from helpers.fault_job import (
     all_reduce,
     attempt,
     base_store,
-    connections,
     eventually,
 )
 from helpers.sampling import sampled
@@ -38,12 +38,17 @@ from reloadpg.testing.simulated import Fault
 FAULTY = 1
 
 
+def connections() -> set[int]:
+    """The descriptors of this process's connections, except those to the store."""
+    port, found = int(os.environ["MASTER_PORT"]), psutil.Process().net_connections("tcp")
+    return {one.fd for one in found if one.raddr and port not in (one.laddr.port, one.raddr.port)}
+
+
 def cut(descriptors: set[int]) -> int:
     """Shut down connections of another component; return their number."""
     count = 0
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.getpeername()  # raises for a listening socket
             connection.shutdown(socket.SHUT_RDWR)
             count += 1
     return count
