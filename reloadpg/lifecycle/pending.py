@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable, Generator
 from concurrent import futures
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
 from ..rendezvous.round import Interrupted
-from ..rendezvous.worker_thread import CancelToken, Task, exiting
+from ..rendezvous.worker_thread import Task, exiting
 from ..reports import Report
 from ..texts import warn
 from .callbacks import publish
@@ -38,39 +37,36 @@ _INTERRUPT_S = 15.0
 """Seconds that an interrupted caller waits for its operation to end, on all ranks."""
 
 
-class Pending:
+class Pending(futures.Future[Report]):
     """The handle of an offload or a reload that was started with ``wait=False``.
 
-    It has the methods of :class:`concurrent.futures.Future`, and can be awaited. The operation
-    runs in a separate thread and ends within its timeouts, whatever happens to the handle; it
-    cannot be cancelled. An interrupt of :meth:`result` ends only the wait, and the exit of the
-    interpreter waits for the operation. A RuntimeWarning names a handle that is deleted before
-    anything has asked how the operation ended.
+    A :class:`concurrent.futures.Future` that can be awaited, too. The operation runs in a separate
+    thread and ends within its timeouts, whatever happens to the handle; it cannot be cancelled. An
+    interrupt of :meth:`result` ends only the wait, and the exit of the interpreter waits for the
+    operation. A RuntimeWarning names a handle that is deleted before anything has asked how the
+    operation ended.
 
     Attributes:
         operation: ``offload`` or ``reload``.
     """
 
+    _read = True  # until the operation has begun
+
     def __init__(self, operation: str, under_way: UnderWay | None = None) -> None:
         # It holds neither the operation, nor with it the groups.
+        super().__init__()
         self.operation = operation
         self._under_way = under_way
         self._pid = os.getpid()
-        self._read = True  # until the operation has begun
-        self._token, self._begun = CancelToken(), threading.Event()
-        self._future: futures.Future[Report] = futures.Future()
-        self._future.set_running_or_notify_cancel()
+        self._begun = threading.Event()
 
     def _start(self, op: Operation, body: Body) -> None:
         """Begin the operation, and run it in a thread."""
         op.begin()
         if self._under_way is not None:
             op.reserve(self._under_way)
-        # The thread does not hold the handle, whose deletion is a warning.
-        under_way, future = self._under_way, self._future
-        run = partial(_perform, op, body, under_way, self._token, self._begun, future)
-        Task(run, self.operation, daemon=False)
-        self._begun.wait()
+        Task(partial(_perform, op, body, self, self._under_way), self.operation, daemon=False)
+        self._begun.wait()  # from now on, cancel() returns False
         self._read = self._under_way is None
 
     def _interrupt(self, op: Operation, error: BaseException) -> None:
@@ -78,36 +74,19 @@ class Pending:
 
         If its thread has not begun, the operation ends here.
         """
-        self._token.cancel()
-        if self._begun.is_set():
+        if not self.cancel():
             op.interrupt(error)
-        else:
-            op.fail(error)
-            if self._under_way is not None:
-                self._under_way.end()
+            return
+        op.fail(error)
+        if self._under_way is not None:
+            self._under_way.end()
 
-    def done(self) -> bool:
-        """Whether the operation has ended, with or without an error. Local."""
-        return self._future.done()
-
-    def running(self) -> bool:
-        """Whether the operation has not ended. Local."""
-        return not self.done()
-
-    def cancel(self) -> bool:
-        """Return False: an operation cannot be cancelled."""
-        return False
-
-    def cancelled(self) -> bool:
-        """Return False: an operation cannot be cancelled."""
-        return False
-
-    def result(self, timeout: timedelta | float | None = None) -> Report:
+    def result(self, timeout: float | None = None) -> Report:
         """Wait until the operation has ended, and return its report. Blocking; may be repeated.
 
         Args:
-            timeout: how long to wait, in seconds or as a timedelta. None waits until the operation
-                ends, which its own timeouts ensure.
+            timeout: how long to wait, in seconds. None waits until the operation ends, which its
+                own timeouts ensure.
 
         Returns:
             The report of this rank.
@@ -116,60 +95,48 @@ class Pending:
             PendingError: it has not ended in that time and continues; or this is a forked child.
             Exception: what ``offload()`` or ``reload()`` raises, on all ranks.
         """
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
-        return self._future.result()
+        self._await_end(timeout)
+        return super().result()
 
-    def exception(self, timeout: timedelta | float | None = None) -> BaseException | None:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as :meth:`result` does, and return the error of the operation, or None."""
+        self._await_end(timeout)
+        return super().exception()
+
+    def _await_end(self, timeout: float | None) -> None:
         if os.getpid() != self._pid:
             raise PendingError(
                 f"{self.operation}(wait=False): result() was called in a forked child (pid "
                 f"{os.getpid()}), in which the operation does not run. Call it in the parent."
             )
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        end = float("inf") if seconds is None else time.monotonic() + seconds
-        while True:
-            left = max(0.0, end - time.monotonic())
-            try:
-                error = self._future.exception(min(_SIGNAL_S, left))
-            except futures.TimeoutError:
-                if left == 0.0:
-                    raise PendingError(
-                        f"{self.operation}(wait=False) is still running after {seconds:g} s. "
-                        "Call result() again."
-                    ) from None
-            else:
-                self._read = True
-                return error
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise PendingError(
+                    f"{self.operation}(wait=False) is still running after {timeout:g} s. "
+                    "Call result() again."
+                )
+            with suppress(futures.TimeoutError):
+                super().exception(min(_SIGNAL_S, left))
+        self._read = True
 
-    def add_done_callback(self, function: Callable[[Pending], object]) -> None:
-        """Call ``function(self)`` when the operation has ended: in its thread, or now."""
-
-        def call(_: futures.Future[Report]) -> None:
-            self._read = True
-            function(self)
-
-        self._future.add_done_callback(call)
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Call ``fn(self)`` when the operation has ended: in its thread, or now."""
+        self._read = True
+        super().add_done_callback(fn)
 
     def __await__(self) -> Generator[object, None, Report]:
         """Wait in a coroutine; the result is that of :meth:`result`."""
-        self._read = True
-        return asyncio.wrap_future(self._future).__await__()
-
-    def __repr__(self) -> str:
-        return f"<Pending {self.operation}, {'ended' if self.done() else 'running'}>"
+        return asyncio.wrap_future(self).__await__()
 
     def __del__(self) -> None:
         if self._read or os.getpid() != self._pid:
             return
-        state = "the operation is still running"
-        if self.done():
-            error = self._future.exception()
-            if error is None and exiting():
-                return  # nothing can use the groups any more
-            state = "it completed" if error is None else f"it raised {error!r}"
+        error = super().exception()  # its thread has ended: until then, it holds the handle
+        if error is None and exiting():
+            return  # nothing can use the groups any more
+        state = "it completed" if error is None else f"it raised {error!r}"
         warn(
             f"the handle of {self.operation}(wait=False) was deleted and result() was never "
             f"called; {state}. Keep the handle, and call result() before the groups are used.",
@@ -203,7 +170,7 @@ def run(op: Operation, body: Body, *, wait: bool = True) -> Report | Pending:
         pending._start(op, body)
         if caller is None:
             return pending
-        pending._future.add_done_callback(caller.end)
+        pending.add_done_callback(caller.end)
         caller.serve()
     except BaseException as error:
         if pending is None:
@@ -212,7 +179,7 @@ def run(op: Operation, body: Body, *, wait: bool = True) -> Report | Pending:
             pending._interrupt(op, error)
         if caller is not None:
             caller.leave()
-            if pending is not None and pending._begun.is_set():
+            if pending is not None and pending.running():
                 with suppress(PendingError):
                     pending.exception(_INTERRUPT_S)
         raise
@@ -273,19 +240,11 @@ class _Caller:
         self.calls.put(None)
 
 
-def _perform(
-    op: Operation,
-    body: Body,
-    under_way: UnderWay | None,
-    token: CancelToken,
-    begun: threading.Event,
-    future: futures.Future[Report],
-) -> None:
+def _perform(op: Operation, body: Body, pending: Pending, under_way: UnderWay | None) -> None:
     """Run the operation; the whole of its thread."""
-    with token as wanted:
-        if not wanted:
-            return
-        begun.set()
+    if not pending.set_running_or_notify_cancel():
+        return
+    pending._begun.set()
     if under_way is not None:
         under_way.enter()
     try:
@@ -299,9 +258,10 @@ def _perform(
             if op.job is not None:
                 _publish(op)
     except BaseException as error:  # raised in the caller's thread by result()
-        future.set_exception(error)
+        pending.set_exception(error)
+        del pending  # the traceback holds this frame
     else:
-        future.set_result(op.report)
+        pending.set_result(op.report)
 
 
 def _publish(op: Operation) -> None:
