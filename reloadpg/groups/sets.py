@@ -74,7 +74,6 @@ class SetState:
         generation: the job's number of reloads when the set was last reloaded.
         cycles: number of completed offloads.
         depth: number of open blocks that keep it offloaded.
-        users: number of open blocks in which it is live.
         owes_callbacks: whether callbacks of a reload are due on this rank though no group is
             offloaded: an offload has failed after its callbacks, or a callback after a reload has.
     """
@@ -83,7 +82,6 @@ class SetState:
     generation: int = 0
     cycles: int = 0
     depth: int = 0
-    users: int = 0
     owes_callbacks: bool = False
 
     def in_block(self) -> bool:

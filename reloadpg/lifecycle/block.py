@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ContextDecorator
 from functools import partial
 from typing import Any
@@ -134,16 +134,14 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
         except BaseException as error:
             block.leave(error, self._connect)
             raise
-        block.use(self._into)
         self._blocks.append(block)
         return offload, reload
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         block = self._blocks.pop()
-        unused = block.unused()
         try:
-            if unused and not block.is_void:
-                run(Operation("offload", unused), release)
+            if block.due and not block.is_void:
+                run(Operation("offload", self._into), release)
         except BaseException as failed:
             block.leave(error or failed, self._connect)
             if error is None:
@@ -157,29 +155,19 @@ class Block:
     """One block on this rank.
 
     Each set has a counter of the blocks that keep it offloaded. A block whose end makes it zero
-    reloads the set; so does one that found the set live within other blocks.
+    reloads the set.
     """
 
     def __init__(self, named: frozenset[str]) -> None:
         self._named, self._chosen = named, named or registry.sets
-        self._states: Mapping[str, SetState] | None = None
-        self._counted: list[SetState] = []
-        self._found_live: list[SetState] = []
-        self._used: dict[str, SetState] = {}
+        self._counted: dict[str, SetState] = {}
         self._pid = os.getpid()
 
     @property
     def due(self) -> frozenset[str]:
         """The sets that the end of this block reloads: no other block needs them offloaded."""
-        states = self._states
-        if states is None:
-            return self._chosen
-        counted = 1 if self._counted else 0
-        return frozenset(
-            name
-            for name in self._chosen
-            if states[name] in self._found_live or states[name].depth == counted
-        )
+        counted = self._counted
+        return frozenset(n for n in self._chosen if n not in counted or counted[n].depth == 1)
 
     @property
     def named(self) -> frozenset[str] | None:
@@ -199,42 +187,26 @@ class Block:
         The other ranks are in their blocks then, and reload at their ends, with the same
         ``connect``.
         """
-        before, job = _cycles(), jobs.known
-        states = [] if job is None else [job.sets[name] for name in self._chosen]
-        found_live = [state for state in states if state.depth and not state.offloaded]
+        before = _cycles()
         try:
             report = run(
                 Operation("offload", self._named or None), partial(release, collect=collect)
             )
         except BaseException as error:
             if _cycles() != before:
-                self._count(found_live)
+                self._count()
                 self.leave(error, connect)
             raise
-        self._count(found_live)
+        self._count()
         return report
 
-    def _count(self, found_live: list[SetState]) -> None:
+    def _count(self) -> None:
         """Count this block."""
         job = jobs.known
         if job is not None:
-            self._states, self._found_live = job.sets, found_live
-            self._counted = [job.sets[name] for name in self._chosen]
-            for state in self._counted:
+            self._counted = {name: job.sets[name] for name in self._chosen}
+            for state in self._counted.values():
                 state.depth += 1
-
-    def use(self, sets: frozenset[str]) -> None:
-        """Note that these sets are live in this block."""
-        self._used = {} if self._states is None else {name: self._states[name] for name in sets}
-        for state in self._used.values():
-            state.users += 1
-
-    def unused(self) -> frozenset[str]:
-        """The sets that are live in no other block; this one no longer uses them."""
-        used, self._used = self._used, {}
-        for state in used.values():
-            state.users -= 1
-        return frozenset(name for name, state in used.items() if not state.users)
 
     @property
     def is_void(self) -> bool:
@@ -255,8 +227,8 @@ class Block:
             logger.error("reload after an exception in the offloaded block failed: %s", failed)
 
     def close(self) -> None:
-        counted, self._counted = self._counted, []
-        for state in counted:
+        counted, self._counted = self._counted, {}
+        for state in counted.values():
             state.depth -= 1
 
 

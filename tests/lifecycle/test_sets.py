@@ -86,12 +86,6 @@ def test_blocks_of_sets_nest(rank):
             pass
         assert usable() == (False, True)
     assert usable() == (True, True)
-    with reloadpg.offloaded():
-        reloadpg.reload("engine")
-        assert usable() == (False, True)
-        with reloadpg.offloaded("engine"):
-            assert usable() == (False, False)
-        assert usable() == (False, True)
     swap = reloadpg.swapped(out="trainer", into="engine")
     with swap as (out, into):
         assert usable() == (False, True)
