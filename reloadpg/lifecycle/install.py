@@ -36,19 +36,8 @@ OBSERVER = "reloadpg.observability.publish"
 """The module whose ``start`` each installation calls; named, since it builds on this package."""
 
 
-_DEFAULTS = {
-    "backends": None,
-    "min_size": 2,
-    "world": True,
-    "strategy": "recreate",
-    "timeout": timedelta(minutes=5),
-    "parallelism": None,
-    "exclude": (),
-    "sets": None,
-    "recoverable": False,
-    "borrowed": "refuse",
-}
-"""The options of ``install``, where it and the environment give none."""
+_DEFAULTS = {"strategy": "recreate", "timeout": timedelta(minutes=5), "exclude": ()}
+"""Options of ``install`` where neither it nor the environment gives one."""
 
 
 class Installation:
@@ -66,11 +55,6 @@ class Installation:
         if self._owner:
             uninstall()
             self._owner = False
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.options.settings().items())
-        held = "" if self._owner else ", uninstalled by the first handle"
-        return f"<Installation {given}{held}>"
 
     def __enter__(self) -> Installation:
         return self
@@ -158,32 +142,36 @@ def install(
         PatchConflictError: already installed with other options.
         UnsupportedTorchError: the installed torch lacks names that this library uses.
     """
-    given = locals()
-    return _install(_options(os.environ, given), by_environment=False)
+    installation = _put_in_place(_options(locals()))
+    if installation._owner:  # without the lock: programs can handle warnings themselves
+        _warn_of_torch()
+        _warn_of_unmanaged()
+    import_module(OBSERVER).start()
+    return installation
 
 
-def install_by_environment() -> Installation:
+def install_by_environment() -> None:
     """Install with the options of the environment, at the end of ``import torch``. Idempotent.
 
     ``RELOADPG_BACKENDS`` may contain names that are registered with torch later. The creation of
     the default group warns of names that are still unknown.
     """
-    return _install(_options(os.environ, {}), by_environment=True)
+    if install()._owner:
+        registry.by_environment = True
 
 
-def _options(environ: Mapping[str, str], given: Mapping[str, Any]) -> Options:
+def _options(given: Mapping[str, Any]) -> Options:
     """Return the given options, completed by those of the environment, and by the defaults."""
     needs.refuse_missing("install", nothing="installed")  # they name torch's backends
-    read = {**_DEFAULTS, **install_options(environ)}
-    optional = {"backends", "exclude", "strategy", "timeout"}  # None: the environment gives them
-    read.update({n: value for n, value in given.items() if value is not None or n not in optional})
+    passed = {name: value for name, value in given.items() if value is not None}
+    read = {**given, **_DEFAULTS, **install_options(os.environ), **passed}
     selection = Selection.of(
         read["backends"],
         read["min_size"],
         read["world"],
         read["exclude"],
         read["sets"],
-        registered_later=given.get("backends") is None,
+        registered_later=given["backends"] is None,
     )
     way = read["strategy"]
     if way not in STRATEGIES:
@@ -209,16 +197,7 @@ def _options(environ: Mapping[str, str], given: Mapping[str, Any]) -> Options:
     return Options(selection, way, limit, threads, recoverable, borrowed)
 
 
-def _install(options: Options, *, by_environment: bool) -> Installation:
-    installation = _put_in_place(options, by_environment=by_environment)
-    if installation._owner:  # without the lock: programs can handle warnings themselves
-        _warn_of_torch()
-        _warn_of_unmanaged()
-    import_module(OBSERVER).start()
-    return installation
-
-
-def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
+def _put_in_place(options: Options) -> Installation:
     refuse_unknown_variables(os.environ, "install")
     set_log_level(os.environ)
     if registry.off:
@@ -229,10 +208,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
     with registry.lock:
         in_place = registry.options
         if registry.patches is not None and in_place is not None:
-            plain = registry.by_environment and options == _options({}, {})
-            if options == in_place or plain:
-                if options != in_place:
-                    logger.info("install() without options: %s", _BY_ENVIRONMENT)
+            if options == in_place:
                 return Installation(in_place, owner=False)
             raise PatchConflictError(
                 f"install was called again with other options: {_differences(options, in_place)}. "
@@ -249,7 +225,6 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
         patches.patch_loaded_late()
         patch_when_loaded()
         ManagedGroup.records = options.borrowed != "ignore"
-        registry.by_environment = by_environment
         registry.variables = variables
         os.environ.update({name: value for name, (value, _) in variables.items()})
         for group in registry.managed():  # of an installation with other sets
