@@ -84,7 +84,6 @@ class ManagedGroup:
     under_way: UnderWay | None = None
     before_end: Callable[[], object] | None = None
     records = True
-    _released: weakref.ref[ProcessGroup] | None = None
     _history: History | None = None
 
     # Changes made to the live group after its creation, which are carried over to the next one.
@@ -159,11 +158,6 @@ class ManagedGroup:
         return self.current.suspended if isinstance(self.current, Offloaded) else self.current
 
     @property
-    def last_inner(self) -> Any:
-        """The group that torch created for the previous generation, if it is still referenced."""
-        return None if self._released is None else self._released()
-
-    @property
     def kept(self) -> ProcessGroup | None:
         """The backends that stay alive while the group is offloaded, if any."""
         kept: ProcessGroup | None = self.target.kept
@@ -218,7 +212,6 @@ class ManagedGroup:
         self._put(Offloaded(self, self._kept_group(inner), reason))
         self.last_error = reason
         self._end_loans()
-        self._released = weakref.ref(inner)  # weak: the communicator's memory must be freed
         tables.drop_generation(self.proxy)
         return inner
 

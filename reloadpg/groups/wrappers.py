@@ -196,7 +196,7 @@ def _manage(
         registry.without_set.add(group)
         return group
     # Every member comes here: no call for the groups of torch itself.
-    if type(group) is not ProcessGroup and (obstacle := _obstacle(group, size)):
+    if type(group) is not ProcessGroup and (obstacle := _obstacle(group)):
         registry.left_alone[group] = obstacle
         return group
     if call is None:
@@ -220,17 +220,9 @@ def _manage(
     return proxy
 
 
-def _obstacle(group: ProcessGroup, size: int) -> str:
-    if type(group) is ProcessGroup:
-        return ""
+def _obstacle(group: ProcessGroup) -> str:
     if callable(getattr(group, "configure", None)):
         return "its configure() recreates its communicators, like torchft's: it manages itself"
-    try:
-        stated = group.size()
-    except Exception as error:  # a group written in Python that is not ready yet
-        return f"its size() raised {type(error).__name__} when it was created"
-    if stated != size:
-        return f"its size() is {stated}, but c10d has {size} ranks for it: it manages itself"
     return ""
 
 
@@ -247,8 +239,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     if bypass_of(world, options.selection) is not None:
         return None
     name, ranks, backend, devices = tables.entry_of(world)
-    obstacle = _obstacle(world, len(ranks))
-    if obstacle:
+    if obstacle := _obstacle(world):
         registry.left_alone[world] = obstacle
         return None
     selected = options.selection.selected(devices, len(ranks))

@@ -137,11 +137,6 @@ class Rebuilds:
                 f"the rebuild function given to register_group() returned {inner!r}; it must "
                 "return the group that it has created"
             )
-        if isinstance(inner, ReloadableProcessGroup) or inner is group.last_inner:
-            raise RuntimeError(
-                "its backend returned the object that was released: such a group manages itself; "
-                "leave it out with install(backends=...)"
-            )
         with token as wanted:
             if wanted:
                 group.attach(inner, self._op.generation)

@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
 from reloadpg import ReloadableProcessGroup
-from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
 
@@ -270,83 +269,38 @@ def test_rebuild_must_return_the_group_that_it_created():
 # groups written in Python
 
 
-class _Python(dist.ProcessGroup):
-    """A Python group that reports a size of its choice, as torchft's; or always one object."""
+class _Reconfigured(dist.ProcessGroup):
+    """A group that is given its members later, and again after a fault, as torchft's."""
 
-    def __init__(self, rank, size, ready):
-        super().__init__(rank, size)
-        self._place, self._count, self.ready, self.ended = rank, size, ready, 0
-        self._made = ""
+    ended = 0
+    group_name = "managed"
+    group_desc = "python"
+    bound_device_id = None
 
-    def size(self):
-        if not self.ready:
-            raise RuntimeError("not configured")
-        return self._count
-
-    def rank(self):
-        return self._place
-
-    def getBackendName(self):
-        return "python"
-
-    name = getBackendName
+    def configure(self, *_):
+        pass
 
     def shutdown(self):
         self.ended += 1
 
-    abort = shutdown
-    group_name = property(lambda self: self._made)
-    group_desc = property(lambda self: "python")
-    bound_device_id = None
-
     def _set_group_name(self, name):
-        self._made = name
-
-    def _set_group_desc(self, desc):
         pass
 
-
-def _python_group(rank, world_size, kind):
-    only = _Python(rank, 5 if kind == "other size" else 2, ready=kind != "not ready")
-    if kind == "configured":
-        only.configure = lambda *_: None
-    dist.Backend.register_backend("python", lambda *_: only, extended_api=True, devices=["cpu"])
-    reloadpg.install(backends={"python", "gloo"}, timeout=timedelta(seconds=10))
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    group = dist.new_group([0, 1], backend="python")
-    reloadpg.offload()
-    ended = only.ended
-    text = ""
-    try:
-        reloadpg.reload()
-    except reloadpg.ReloadpgError as error:
-        text = str(error)
-    return group is only, ended, dict(reloadpg.status().unmanaged), text
+    _set_group_desc = _set_group_name
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("not ready", "size() raised RuntimeError"),
-        ("other size", "its size() is 5"),
-        ("configured", "its configure()"),  # as torchft's, which reconfigures one object
-    ],
-)
-def test_a_python_group_that_manages_its_members_is_unmanaged(kind, reason):
+@pytest.mark.ranks(2)
+def test_a_python_group_that_manages_its_members_is_unmanaged(rank):
     """``new_group`` does not raise, an offload does not release it, and the status names it."""
-    for same, ended, unmanaged, text in run_ranks(_python_group, 2, args=(kind,), timeout=240):
-        assert (same, ended, text) == (True, 0, "")
-        (found,) = unmanaged.values()
-        assert reason in found
-
-
-def test_a_replay_that_returns_the_released_object_is_refused():
-    """The error says which backend to leave out."""
-    for same, ended, _, text in run_ranks(_python_group, 2, args=("one object",), timeout=240):
-        assert not same
-        assert ended >= 1
-        assert "returned the object that was released" in text
-        assert "install(backends=...)" in text
+    only = _Reconfigured(rank, 2)
+    dist.Backend.register_backend("python", lambda *_: only, extended_api=True, devices=["cpu"])
+    reloadpg.install(backends={"python", "gloo"}, timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
+    assert dist.new_group([0, 1], backend="python") is only
+    one_cycle()
+    assert only.ended == 0
+    (found,) = reloadpg.status().unmanaged.values()
+    assert "its configure()" in found
 
 
 @pytest.mark.ranks(2)
