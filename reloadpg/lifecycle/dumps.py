@@ -4,6 +4,7 @@ A rank of ``ProcessGroupNCCL`` that notices a timeout or an error sets a key in 
 rank the process's first group of this class, by its ``uid``, polls the key and writes the dump
 (``HeartbeatMonitor::runLoop``; torch 2.8, 2.13, and the older engine of 2.15, over stand-ins). Its
 number cannot be given to another group, so a thread of this library takes its place after a reload.
+It writes one dump, of the first timeout in the job, as torch does.
 
 ``ProcessGroupNCCL2`` (2.15) writes the dump of the rank that notices the timeout, in any group.
 """
@@ -32,7 +33,9 @@ logger = logging.getLogger("reloadpg")
 DUMP_SIGNAL = "exception_dump"
 """The key, beneath all prefixes of the store, by which a rank signals a timeout."""
 
-_POLL = "TORCH_NCCL_COORD_CHECK_MILSEC"
+_POLL_S = 1.0
+"""The interval between requests, in seconds: torch's default."""
+
 _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _SWITCHES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
@@ -53,11 +56,6 @@ class DumpWatch(LibraryThread):
         self._root = root
         self._rank = rank
         self._ended = threading.Event()
-        self._clears = True
-
-    def expect_next(self) -> None:
-        """Forget a signal from before the last reload, which all ranks have completed. Local."""
-        self._clears = True
 
     def end(self) -> None:
         """End the thread; waits a limited time. Local, idempotent."""
@@ -71,17 +69,12 @@ class DumpWatch(LibraryThread):
             self._watch(stores.clone_store(stores.unprefixed(self._root())))
 
     def _watch(self, store: Store) -> None:
-        milliseconds = os.environ.get(_POLL, "")  # as torch's group reads it
-        given = int(milliseconds) if milliseconds.isdecimal() else 0
-        seen = True  # a signal counts once it was seen to be absent
-        while not self._ended.wait((given or 1000) / 1000):
-            if not store.check([DUMP_SIGNAL]):
-                seen = self._clears = False
-            elif not seen:
-                seen = True
+        if store.check([DUMP_SIGNAL]):  # of a timeout before the reload
+            return
+        while not self._ended.wait(_POLL_S):
+            if store.check([DUMP_SIGNAL]):
                 self._write()
-            elif self._clears and self._rank == 0:
-                store.delete_key(DUMP_SIGNAL)
+                return
 
     def _write(self) -> None:
         """Write what torch would write to the file that torch would write."""
@@ -104,12 +97,11 @@ def watch(running: DumpWatch | None, root: Callable[[], Store], rank: int) -> Du
     """Start to watch for timeouts, after a reload, if torch's groups do not. Local, non-blocking.
 
     Args:
-        running: what an earlier call has returned.
+        running: what an earlier call has returned, with the thread that runs or has ended.
         root: returns the job's store.
         rank: the rank of this process.
     """
     if running is not None:
-        running.expect_next()
         return running
     plain = [group for group in tables.known_groups() if managed(group) is None]
     inner = [group.communicator for group in registry.managed()]
