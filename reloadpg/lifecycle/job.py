@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +61,6 @@ class Job:
         doomed: detached communicators that are not destroyed yet, with a description of their
             groups.
         creation_stores: store clients for creating groups; None without peers.
-        connecting: connections to the store that are made in the background.
         dumps: the thread that writes the flight recorder's dumps; None while torch does.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
     """
@@ -75,7 +73,6 @@ class Job:
     unfinished: list[Unfinished] = field(default_factory=list)
     doomed: dict[ManagedGroup, tuple[str, list[Any]]] = field(default_factory=dict)
     creation_stores: StorePool | None = None
-    connecting: list[Task[Any]] = field(default_factory=list)
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
     last_error: str = ""
@@ -99,19 +96,7 @@ class Job:
         deadline = Deadline("the end of the job", _CONNECT_S)
         if self.dumps is not None:
             self.dumps.end()
-        if self.creation_stores is not None:
-            self.creation_stores.end()
         self.rendezvous.end(deadline)
-        for task in self.connecting:
-            if not task.is_current:  # that thread may have released the last reference
-                task.wait(deadline.left)
-
-    def connect_ahead(self, creators: int) -> None:
-        """Connect the store clients of the next reload in the background. Local, non-blocking."""
-        if self.creation_stores is not None:
-            self.connecting = [task for task in self.connecting if not task.ended]
-            with suppress(RuntimeError):  # no thread can be started: the reload connects them
-                self.connecting += self.creation_stores.connect_ahead(creators)
 
     def watch_dumps(self) -> None:
         """Write the flight recorder's dump at a timeout, if torch no longer does. Local."""

@@ -131,8 +131,6 @@ def release(op: Operation, job: Job, collect: bool = False) -> None:
     op.note = "" if live else "no live reloadable group"
     for state in op.states:
         state.owes_callbacks = False
-    # Only now: the store's server serves no rank while it looks up the host name of a new client.
-    job.connect_ahead(min(op.creators, len(recreated)))
 
 
 def _prepare(

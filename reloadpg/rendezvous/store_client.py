@@ -213,7 +213,6 @@ class StorePool:
         self._root = root
         self._lock = threading.Lock()
         self._connections: dict[int, Task[Store]] = {}
-        self._ended = False
 
     @staticmethod
     def clients_of_a_rank(size: int) -> int:
@@ -237,26 +236,6 @@ class StorePool:
         for index in range(count):
             self.get(index)
 
-    def connect_ahead(self, count: int) -> list[Task[None]]:
-        """Connect the first clients in the background, one after the other. Local, non-blocking.
-
-        It stops at :meth:`end` and when the interpreter exits, with at most one connection in
-        progress. Returns the task, if there is a client to connect.
-        """
-
-        def connect() -> None:
-            for index in range(count):
-                if self._ended:
-                    return
-                self._connect(index).wait(threading.TIMEOUT_MAX)
-
-        missing = any(index not in self._connections for index in range(count))
-        return [Task(connect, "connect")] if missing else []
-
-    def end(self) -> None:
-        """Connect no further clients in the background. Local, non-blocking; idempotent."""
-        self._ended = True
-
     def _connect(self, index: int) -> Task[Store]:
         with self._lock:
             if index not in self._connections:
@@ -266,5 +245,4 @@ class StorePool:
 
     def replaced(self) -> StorePool:
         """Return a pool with new clients, since those of this one may be blocked. Local."""
-        self.end()
         return StorePool(self._root)

@@ -267,11 +267,6 @@ class Task(LibraryThread, Generic[T]):
     def ended(self) -> bool:
         return self._ended.is_set()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether this is the thread that runs the call."""
-        return self is threading.current_thread()
-
     def wait(self, seconds: float) -> bool:
         """Wait for at most this many seconds; return whether the call has ended.
 

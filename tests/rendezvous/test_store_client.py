@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import pytest
 import torch.distributed as dist
 from helpers.fault_job import eventually
 from helpers.watched_store import WatchedStore
-from torch.distributed import HashStore
 
 import reloadpg
-from reloadpg.rendezvous.store_client import StoreClient, StorePool
+from reloadpg.rendezvous.store_client import StoreClient
 from reloadpg.rendezvous.worker_thread import Deadline
 from reloadpg.testing import run_ranks
 
@@ -98,28 +96,6 @@ def test_a_reload_connects_its_clients_and_an_offload_does_not_wait_for_them(
     """
     found = run_ranks(_connects_in_the_reload, 2, args=(str(tmp_path / "store"),), timeout=240)
     assert found == [([False, True], [True, True])] * 2
-
-
-def test_clients_are_connected_ahead_one_at_a_time_until_the_job_ends() -> None:
-    """At most one connection is in progress when the interpreter exits."""
-    begun, may_connect, asked = threading.Event(), threading.Event(), []
-
-    def root() -> HashStore:
-        asked.append(len(asked))
-        begun.set()
-        may_connect.wait(60)
-        return HashStore()
-
-    pool = StorePool(root)
-    (connecting,) = pool.connect_ahead(3)
-    assert begun.wait(60)
-    pool.end()
-    may_connect.set()
-    assert connecting.wait(60)
-    assert asked == [0]
-    pool.connect(3)
-    assert len(asked) == 3
-    assert pool.connect_ahead(3) == []
 
 
 ENDS_WITH_A_REQUEST = """
