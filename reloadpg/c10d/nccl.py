@@ -248,14 +248,14 @@ def suspend_obstacle(backend: CppBackend) -> str:
         return f"torch {torch.__version__} does not give the communicators of {engine}"
     library = _nccl()
     version = nccl_version()
-    if version is not None and version < (2, 29, 7) and not _can_suspend(library):
+    if version is not None and version < (2, 29, 7):
         shown = ".".join(map(str, version))
         return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
     if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
         return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
     if library is None:
         return "the NCCL library that torch uses is not found in this process"
-    if not _can_suspend(library):
+    if not hasattr(library, "ncclCommSuspend"):
         return f"{library._name} has no ncclCommSuspend"
     return _cumem_obstacle()
 
@@ -346,23 +346,14 @@ def _check(library: Any, name: str, result: int) -> None:
 
 def _nccl() -> ctypes.CDLL | None:
     """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
-    for name in _LIBRARIES:
-        with suppress(OSError, AttributeError):
-            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            number = ctypes.c_int()
-            library.ncclGetVersion(ctypes.byref(number))
-            major, rest = divmod(number.value, 10000)
-            if (major, rest // 100, rest % 100) == nccl_version():
-                return library
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        number = ctypes.c_int()
+        library.ncclGetVersion(ctypes.byref(number))
+        major, rest = divmod(number.value, 10000)
+        if (major, rest // 100, rest % 100) == nccl_version():
+            return library
     return None
-
-
-_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
-"""NCCL, and AMD's RCCL, which has the same functions (rocm-systems#5582; not run)."""
-
-
-def _can_suspend(library: ctypes.CDLL | None) -> bool:
-    return library is not None and hasattr(library, "ncclCommSuspend")
 
 
 def nccl_version() -> tuple[int, ...] | None:
