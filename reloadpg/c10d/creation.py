@@ -114,21 +114,14 @@ class _Hooks:
             "_is_barrier_after_init": self._is_barrier_after_init,
             "_new_process_group_helper": self._helper,
         }
-        self._placed: dict[str, Callable[..., Any]] = {}
-        self._covered: set[str] = set()
-        """Hooks that other code has wrapped. They are kept, and called through its wrapper."""
 
     def enter(self, creation: CreationByMembers) -> None:
         with self._lock:
             for name, hook in self._hooks.items() if self._users == 0 else ():
-                current = getattr(_c10d, name)
-                if name not in self._covered or current is self._originals[name]:
-                    self._originals[name] = current
-                    # The check of torch's names reads the signature, also while a thread that was
-                    # abandoned is in a block.
-                    placed = functools.update_wrapper(functools.partial(hook), current)
-                    self._placed[name] = placed
-                    setattr(_c10d, name, placed)
+                original = self._originals[name] = getattr(_c10d, name)
+                # The check of torch's names reads the signature, also while a thread that was
+                # abandoned is in a block.
+                setattr(_c10d, name, functools.update_wrapper(functools.partial(hook), original))
             self._users += 1
         self._local.creation = creation
 
@@ -138,11 +131,7 @@ class _Hooks:
             self._users -= 1
             # The originals are kept: a caller may have looked a hook up just before.
             for name in self._hooks if self._users == 0 else ():
-                if getattr(_c10d, name) is self._placed[name]:
-                    setattr(_c10d, name, self._originals[name])
-                    self._covered.discard(name)
-                else:
-                    self._covered.add(name)
+                setattr(_c10d, name, self._originals[name])
 
     @property
     def creation(self) -> CreationByMembers | None:

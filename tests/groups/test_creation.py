@@ -287,26 +287,3 @@ def test_the_cost_of_a_creation_depends_on_no_size():
     assert costs["by hand"] == ("by hand", {0: 0, 1: 1})
     assert costs["read"] <= 20
     assert costs["proxies"] == 113  # WORLD is one, and two were counted
-
-
-def test_another_librarys_patch_made_during_a_creation_is_kept():
-    module, name = dist.distributed_c10d, "_process_group_name"
-    original, calls = getattr(module, name), []
-    with contextlib.ExitStack() as undo:
-        undo.callback(setattr, module, name, original)
-        with creation.CreationByMembers("first"):
-            ours = getattr(module, name)
-
-            def wrapper(*args, **kwargs):
-                calls.append(args)
-                return ours(*args, **kwargs)
-
-            setattr(module, name, wrapper)
-        assert getattr(module, name) is wrapper
-        with creation.CreationByMembers("second"):
-            assert getattr(module, name)([0], False) == "second"
-        assert getattr(module, name) is wrapper
-        assert len(calls) == 1
-    with creation.CreationByMembers("third"):
-        assert getattr(module, name)([0], False) == "third"
-    assert getattr(module, name) is original
