@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .texts import counted, described, mebibytes, table
@@ -18,14 +17,10 @@ __all__ = [
     "GroupStatus",
     "OperationStatus",
     "Report",
-    "Reports",
     "SetStatus",
     "Span",
     "Status",
 ]
-
-_NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "store"})
-"""Phases in which communicators, devices, the network or the caller's code take the time."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,6 @@ class GroupReport:
             for a communicator that is left as it is: it was never used and holds nothing to
             suspend.
         ms: wall time in milliseconds.
-        start_ms: start of its part, in milliseconds since the start of the operation.
         reason: the reason for this strategy, if there was a choice.
         bytes: bytes that its communicator reported when it was released; None if the backend
             reports none.
@@ -50,7 +44,6 @@ class GroupReport:
     size: int
     strategy: str
     ms: float
-    start_ms: float = 0.0
     reason: str = ""
     bytes: int | None = None
     set: str = "trainer"
@@ -154,19 +147,16 @@ class Report:
             ranks.
         total_ms: wall time of the whole call, in milliseconds.
         note: why nothing was done, if nothing was done.
-        memory: bytes in use by moment (``before``, each phase, ``after``) and source; see
-            ``reloadpg.lifecycle.memory``. ``released_bytes`` is from the first one, except ``rss``.
-        warnings: reasons why memory is not free, as text.
+        memory: bytes in use ``before`` and ``after``, by source; see ``reloadpg.lifecycle.memory``.
+            ``released_bytes`` is from the first source, except ``rss``.
+        warnings: reasons why memory is not free, as text; also what other code holds of a
+            generation that has ended, and communicators that are still being destroyed.
         error: the error that the call raised; empty if it raised none.
         started_at: Unix time at the call, in seconds.
         rank, world_size: in the default group, None without one.
-        unfinished: communicators that are still being destroyed or created after a failed
-            operation, as text; their memory is not free.
-        moments_ms: the time of each moment of ``memory``, in milliseconds since the start.
         faults: of ``recover``, the faults that ranks reported, ranks that were late in a group
             first; equal on all ranks, at most 32. Ranks without a fault are omitted.
         sets: the sets that it was called for: ``all``, or their names separated by commas.
-        borrowed: what other code holds of the groups of this operation; see :class:`Borrowed`.
     """
 
     operation: str
@@ -182,11 +172,8 @@ class Report:
     started_at: float = 0.0
     rank: int | None = None
     world_size: int | None = None
-    unfinished: tuple[str, ...] = ()
-    moments_ms: Mapping[str, float] = field(default_factory=dict)
     faults: tuple[RankFault, ...] = ()
     sets: str = "all"
-    borrowed: tuple[Borrowed, ...] = ()
 
     @property
     def phases_ms(self) -> dict[str, float]:
@@ -195,12 +182,6 @@ class Report:
         for span in self.spans:
             phases[span.name] = phases.get(span.name, 0.0) + span.ms
         return phases
-
-    @property
-    def overhead_ms(self) -> float:
-        """The library's share: total minus groups, devices, store and waiting, in milliseconds."""
-        outside = [span.ms for span in self.spans if span.is_wait or span.name in _NOT_OURS]
-        return self.total_ms - sum(outside)
 
     @property
     def wait_ms(self) -> float:
@@ -215,26 +196,22 @@ class Report:
         """
         return next((source for source in self.memory.get("before", ()) if source != "rss"), "")
 
-    @property
-    def moved_bytes(self) -> int | None:
-        """``released_bytes`` of an offload, ``restored_bytes`` of a reload; None if unknown."""
+    def _change(self) -> int | None:
         source, after = self.memory_source, self.memory.get("after", {})
-        if source not in after or self.operation == "recover":
-            return None
-        change = after[source] - self.memory["before"][source]
-        return -change if self.operation == "offload" else change
+        return after[source] - self.memory["before"][source] if source in after else None
 
     @property
     def released_bytes(self) -> int | None:
         """Bytes that were released on this rank; None for a reload, or if unknown."""
-        return self.moved_bytes if self.operation == "offload" else None
+        change = self._change() if self.operation == "offload" else None
+        return None if change is None else -change
 
     @property
     def restored_bytes(self) -> int | None:
         """Bytes that the reload allocated on this rank; None for an offload, or if unknown.
         Communicators that connect at their first use allocate later.
         """
-        return self.moved_bytes if self.operation == "reload" else None
+        return self._change() if self.operation == "reload" else None
 
     @property
     def pinned_bytes(self) -> int:
@@ -247,17 +224,13 @@ class Report:
     def to_dict(self) -> dict[str, float | int | str | bool]:
         """Scalars with flat names (``offload/total_ms``), for metrics loggers.
 
-        The names of a call for some sets include them (``offload/engine/total_ms``).
-        :meth:`details` returns all values.
+        The names of a call for some sets include them (``offload/engine/total_ms``). For all
+        values, nested, use ``dataclasses.asdict``.
         """
-        strategies = [group.strategy for group in self.groups]
         values: dict[str, float | int | str | bool | None] = {
             "total_ms": self.total_ms,
-            "overhead_ms": self.overhead_ms,
+            "wait_ms": self.wait_ms,
             "groups": len(self.groups),
-            "groups_ms": sum(group.ms for group in self.groups),
-            "slowest_group_ms": max((group.ms for group in self.groups), default=0.0),
-            **{f"groups_{name}": strategies.count(name) for name in dict.fromkeys(strategies)},
             **{f"{name}_ms": ms for name, ms in self.phases_ms.items()},
             "released_bytes": self.released_bytes,
             "restored_bytes": self.restored_bytes,
@@ -270,31 +243,15 @@ class Report:
         of = self.operation if self.sets == "all" else f"{self.operation}/{self.sets}"
         return {f"{of}/{k}": v for k, v in values.items() if v is not None}
 
-    def details(self) -> dict[str, Any]:
-        """All values, nested, with plain types only."""
-        return {
-            **asdict(self),
-            "phases_ms": self.phases_ms,
-            "overhead_ms": self.overhead_ms,
-            "memory_source": self.memory_source,
-            "released_bytes": self.released_bytes,
-            "restored_bytes": self.restored_bytes,
-            "pinned_bytes": self.pinned_bytes,
-        }
-
-    def to_json(self) -> str:
-        """:meth:`details` as JSON."""
-        return json.dumps(self.details())
-
     def __str__(self) -> str:
         if self.error:
             return f"{self.operation}: failed after {self.total_ms:.1f} ms: {self.error}"
         if not self.changed:
             return f"{self.operation}: nothing to do ({self.note or 'already done'})"
-        moved, memory = self.moved_bytes, ""
-        if moved is not None:
-            verb = "released" if self.operation == "offload" else "restored"
-            memory = f", {mebibytes(moved)} {verb} ({self.memory_source})"
+        memory = ""
+        for moved, verb in ((self.released_bytes, "released"), (self.restored_bytes, "restored")):
+            if moved is not None:
+                memory = f", {mebibytes(moved)} {verb} ({self.memory_source})"
         if self.pinned_bytes:
             memory += f", {mebibytes(self.pinned_bytes)} pinned on the host"
         return (
@@ -303,32 +260,6 @@ class Report:
             f"{memory}, generation {self.generation}"
             + "".join(f"; {fault}" for fault in self.faults)
         )
-
-
-class Reports(list[Report]):
-    """The reports of several ranks, in rank order; printed as a table with one row per rank."""
-
-    def __str__(self) -> str:
-        rows = [
-            (
-                one.rank,
-                one.operation,
-                len(one.groups),
-                one.total_ms,
-                one.wait_ms,
-                _moved(one),
-                one.generation,
-                one.error.partition("\n")[0] or ("" if one.changed else one.note or "already done"),
-            )
-            for one in self
-        ]
-        header = ("rank", "operation", "groups", "ms", "waiting ms", "MiB", "generation", "note")
-        return table(header, rows)
-
-
-def _moved(report: Report) -> float | None:
-    moved = report.moved_bytes
-    return None if moved is None else round(moved / 2**20, 2) + 0.0
 
 
 @dataclass(frozen=True)
@@ -347,8 +278,6 @@ class GroupStatus:
         strategy: strategy of the last release; empty before the first one.
         memory_bytes: bytes that its communicator reports; None if its backend reports none.
         cycles: number of offloads.
-        last_offload_ms, last_reload_ms: time that the last offload and reload took for it; None
-            before the first.
     """
 
     name: str
@@ -362,8 +291,6 @@ class GroupStatus:
     strategy: str = ""
     memory_bytes: int | None = None
     cycles: int = 0
-    last_offload_ms: float | None = None
-    last_reload_ms: float | None = None
     set: str = "trainer"
 
 
@@ -375,15 +302,11 @@ class SetStatus:
         state: ``live``, ``offloaded`` or ``failed``: the worst state of its groups on this rank;
             without groups on this rank, the state after the last operation.
         groups: number of its reloadable groups on this rank.
-        generation: the job's number of reloads when the set was last reloaded.
-        cycles: number of completed offloads.
         memory_bytes: bytes that its communicators on this rank report; None if none reports.
     """
 
     state: str
     groups: int
-    generation: int
-    cycles: int
     memory_bytes: int | None = None
 
 
@@ -425,10 +348,6 @@ class OperationStatus:
     groups_done: int = 0
     groups: int = 0
 
-    def details(self) -> dict[str, Any]:
-        """All values, with plain types only."""
-        return asdict(self)
-
     def __str__(self) -> str:
         waited = max(0.0, time.time() - self.since)
         at = f", before barrier {self.phase!r}" if self.phase else ""
@@ -450,13 +369,13 @@ class Status:
         cycles: number of completed offloads, of any set.
         options: the options of ``install``.
         groups: the reloadable groups, WORLD first.
-        bypassed: number of groups that bypass by the options of ``install``.
         memory: bytes in use now by source; see ``reloadpg.lifecycle.memory``.
         foreign: patched names that other code has changed since, with their current value.
         last_error: the error that the last operation raised; empty if it raised none.
         unmanaged: the groups that are selected but not reloadable, by name, with the reason. They
             keep their communicators.
-        unfinished: as in :class:`Report`.
+        unfinished: communicators that are still being destroyed or created after a failed
+            operation, as text; their memory is not free.
         bypassed_groups: the groups that bypass, each with the reason; empty if not installed.
         running: the running offload or reload; None if there is none.
         sets: the sets of groups that this rank knows, by name.
@@ -473,7 +392,6 @@ class Status:
     cycles: int
     options: Mapping[str, Any]
     groups: tuple[GroupStatus, ...]
-    bypassed: int
     memory: Mapping[str, int] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()
     last_error: str = ""
@@ -491,44 +409,12 @@ class Status:
         known = [g.memory_bytes for g in self.groups if g.memory_bytes is not None]
         return sum(known) if known else None
 
-    def to_dict(self) -> dict[str, float | int | str | bool]:
-        """Scalars with flat names (``status/generation``), for metrics loggers.
-
-        :meth:`details` returns all values.
-        """
-        states = [group.state for group in self.groups]
-        values: dict[str, float | int | str | bool | None] = {
-            "installed": self.installed,
-            "initialized": self.initialized,
-            "state": self.state,
-            "generation": self.generation,
-            "cycles": self.cycles,
-            "groups": len(self.groups),
-            **{f"groups_{state}": states.count(state) for state in dict.fromkeys(states)},
-            "bypassed": self.bypassed,
-            "unmanaged": len(self.unmanaged),
-            "unfinished": len(self.unfinished),
-            "borrowed": len(self.borrowed),
-            "memory_bytes": self.memory_bytes,
-            "failed": bool(self.last_error),
-            "running": self.running is not None,
-        }
-        return {f"status/{k}": v for k, v in values.items() if v is not None}
-
-    def details(self) -> dict[str, Any]:
-        """All values, nested, with plain types only."""
-        return {**asdict(self), "memory_bytes": self.memory_bytes}
-
-    def to_json(self) -> str:
-        """:meth:`details` as JSON."""
-        return json.dumps(self.details())
-
     def __str__(self) -> str:
         head = (
             f"reloadpg: {'installed' if self.installed else 'not installed'}, "
             f"{'rank ' + str(self.rank) if self.initialized else 'not initialized'}, "
             f"{self.state}, generation {self.generation}, "
-            f"{counted(len(self.groups), 'reloadable group')}, {self.bypassed} bypassed"
+            f"{counted(len(self.groups), 'reloadable group')}, {len(self.bypassed_groups)} bypassed"
         )
         lines = [head] if self.running is None else [str(self.running), head]
         if self.last_error:

@@ -44,8 +44,6 @@ class History:
     suspended_bytes: int = 0
     reason: str = ""
     cycles: int = 0
-    offload_ms: float | None = None
-    reload_ms: float | None = None
 
 
 class ManagedGroup:

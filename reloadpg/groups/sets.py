@@ -72,7 +72,6 @@ class SetState:
     Attributes:
         offloaded: whether the last operation left its groups without communicators.
         generation: the job's number of reloads when the set was last reloaded.
-        cycles: number of completed offloads.
         depth: number of open blocks that keep it offloaded.
         owes_callbacks: whether callbacks of a reload are due on this rank though no group is
             offloaded: an offload has failed after its callbacks, or a callback after a reload has.
@@ -80,7 +79,6 @@ class SetState:
 
     offloaded: bool = False
     generation: int = 0
-    cycles: int = 0
     depth: int = 0
     owes_callbacks: bool = False
 

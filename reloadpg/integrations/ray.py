@@ -32,7 +32,7 @@ from . import framework
 
 if TYPE_CHECKING:
     from ..extend import Connect
-    from ..reports import Report, Reports
+    from ..reports import Report
 
 __all__ = [
     "ActorFailedError",
@@ -105,7 +105,7 @@ def setup_actors(
 
 def offload_all(
     actors: Sequence[Any], *, timeout: timedelta | float = 600.0, collect: bool = False
-) -> Reports:
+) -> list[Report]:
     """Call ``reloadpg.offload`` in all actors of a job, and wait for all.
 
     Blocking; called in the driver; idempotent. When it returns, the memory is free on all ranks.
@@ -117,7 +117,7 @@ def offload_all(
         collect: as for ``offload``.
 
     Returns:
-        The reports, in rank order; printed as a table with one row per rank.
+        The reports, in rank order.
 
     Raises:
         ActorFailedError: an actor is dead or its ``offload`` raised; it names the actor.
@@ -125,11 +125,9 @@ def offload_all(
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
             wrong; nothing was sent to any actor.
     """
-    from ..reports import Reports
-
     call = _Call("offload_all", actors, timeout)
     call.on_all(_answer, UNTOUCHED)
-    return Reports(call.on_all(_offload, TOUCHED, dict.fromkeys(call.actors, collect)))
+    return call.on_all(_offload, TOUCHED, dict.fromkeys(call.actors, collect))
 
 
 def reload_all(
@@ -137,18 +135,17 @@ def reload_all(
     *,
     timeout: timedelta | float = 600.0,
     connect: Connect | None = None,
-) -> Reports:
+) -> list[Report]:
     """Call ``reloadpg.reload`` in all actors of a job; ``connect`` is its argument.
 
     As :func:`offload_all`; may be called again after a failure.
     """
     from ..extend import validate
-    from ..reports import Reports
 
     call = _Call("reload_all", actors, timeout)
     validate(connect)
     call.on_all(_answer, UNTOUCHED)
-    return Reports(call.on_all(_reload, TOUCHED, dict.fromkeys(call.actors, connect)))
+    return call.on_all(_reload, TOUCHED, dict.fromkeys(call.actors, connect))
 
 
 def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:

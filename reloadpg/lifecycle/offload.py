@@ -117,7 +117,6 @@ def release(op: Operation, job: Job, collect: bool = False) -> None:
         held = memory.in_use()
         op.over(live if suspends else [], suspend)
         op.barrier("suspended")
-        op.measure("suspended")
         op.warnings += verify(suspended, job, held, memory.in_use())
     releases = Releases(job)
     c10d_backends.await_monitors(*(group.communicator for group in recreated))
@@ -125,7 +124,6 @@ def release(op: Operation, job: Job, collect: bool = False) -> None:
     if collect:
         with op.timed("collect"):
             gc.collect()
-    op.measure("released")
     op.barrier("released")
     op.warnings += releases.held()
     op.note = "" if live else "no live reloadable group"

@@ -123,14 +123,13 @@ class Operation:
         self._interrupt: BaseException | None = None
         self._committed = False
         self._current: dict[int, str] = {}
-        self._took: dict[ManagedGroup, tuple[float, float]] = {}  # begin and duration
+        self._took: dict[ManagedGroup, float] = {}  # milliseconds
         self._to_do = 0
         self._reserved: list[ManagedGroup] = []
         self._under_way: UnderWay | None = None
         self._started = time.perf_counter()
         self._spans: list[Span] = []
-        self._memory: dict[str, dict[str, int]] = {}
-        self._moments: dict[str, float] = {}
+        self._before: dict[str, int] = {}
 
     # -- its begin and its end --------------------------------------------------------------
 
@@ -156,7 +155,7 @@ class Operation:
     def enter(self, seconds: float = 0, *, reason: str = "") -> None:
         """Enter the next operation of the job with all ranks; see :meth:`Rendezvous.open`."""
         if self._round is None:
-            self.measure("before")
+            self._before = memory.in_use()
             for callback in list(callbacks.begin):
                 callback()
         self._known.last_error = ""
@@ -326,7 +325,7 @@ class Operation:
         if self.name == "offload":
             job.cycles += not self.was_offloaded
             for state in self.states:
-                state.cycles, state.offloaded = state.cycles + (not state.offloaded), True
+                state.offloaded = True
             for group in self.groups:
                 group.clear_failure()
         elif self.was_offloaded:
@@ -373,12 +372,12 @@ class Operation:
             said, summary: what this rank says to all ranks, and how that is summarized.
             settings: further arguments of the call that must be equal on all ranks.
         """
-        with self.timed("wait.enter", measure=False):
+        with self.timed("wait.enter"):
             return self.round.agree("enter", self._plan(settings), said, summary)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; the last one commits. See :meth:`Round.barrier`."""
-        with self.timed(f"wait.{phase}", measure=False):
+        with self.timed(f"wait.{phase}"):
             self.round.barrier(phase)
         if phase == PHASES[self.name][-1]:
             self._commit()
@@ -442,11 +441,11 @@ class Operation:
             )
             most = 1 if alone else parallelism or self.options.threads
             work = partial(self._work, loop, deque(together))
-            with self.timed("groups", measure=False):
+            with self.timed("groups"):
                 self.round.run(self.round.phase, work, self.doing, min(most, len(together)))
         for group in groups:
             if group.name not in self.reports:  # a group is first resumed and then connected
-                self.reports[group.name] = self._group_report(group, *self._took[group])
+                self.reports[group.name] = self._group_report(group, self._took[group])
 
     def _work(
         self,
@@ -537,21 +536,15 @@ class Operation:
 
     # -- its report -------------------------------------------------------------------------
 
-    def measure(self, moment: str) -> None:
-        self._memory[moment] = memory.in_use()
-        self._moments[moment] = (time.perf_counter() - self._started) * 1e3
-
     @contextmanager
-    def timed(self, phase: str, *, measure: bool = True) -> Iterator[None]:
-        """Record the time of this block, and the memory in use after it, as a phase."""
+    def timed(self, phase: str) -> Iterator[None]:
+        """Record the time of this block as a phase."""
         begun = time.perf_counter()
         try:
             yield
         finally:
             start = (begun - self._started) * 1e3
             self._spans.append(Span(phase, start, (time.perf_counter() - begun) * 1e3))
-            if measure:
-                self.measure(phase)
 
     def status(self) -> OperationStatus:
         """Return the progress of this operation on this rank. Local, from any thread."""
@@ -571,14 +564,9 @@ class Operation:
             self._to_do,
         )
 
-    def _group_report(self, group: ManagedGroup, begun: float, ms: float) -> GroupReport:
-        """Report on a group, from its begin (``time.perf_counter()``) and duration."""
+    def _group_report(self, group: ManagedGroup, ms: float) -> GroupReport:
         history, offloads = group.history, self.name == "offload"
-        if offloads:
-            history.offload_ms = ms
-            history.cycles += 1
-        else:
-            history.reload_ms = ms
+        history.cycles += offloads
         return GroupReport(
             name=group.name,
             desc=group.desc,
@@ -586,7 +574,6 @@ class Operation:
             size=group.construction.size,
             strategy=history.strategy,
             ms=ms,
-            start_ms=(begun - self._started) * 1e3,
             reason=history.reason if offloads else "",
             bytes=history.held_bytes,
             set=group.set_name,
@@ -596,7 +583,6 @@ class Operation:
         )
 
     def _report(self, job: Job) -> Report:
-        self.measure("after")
         unfinished = [str(entry) for entry in job.unfinished if not entry.task.ended]
         warnings = [*self.warnings, *memory.warnings(job.offloaded, self.chosen)]
         if self.name == "offload":
@@ -614,17 +600,14 @@ class Operation:
             spans=tuple(self._spans),
             total_ms=(time.perf_counter() - self._started) * 1e3,
             note="" if job.last_error else self.note,
-            memory=self._memory,
+            memory={"before": self._before, "after": memory.in_use()},
             warnings=tuple(warnings),
             error=job.last_error,
             started_at=self.started_at,
             rank=job.rendezvous.rank,
             world_size=job.rendezvous.size,
-            unfinished=tuple(unfinished),
-            moments_ms=self._moments,
             faults=self.faults,
             sets=self._shown_sets,
-            borrowed=held,
         )
 
 
@@ -659,6 +642,6 @@ class Worker:
             self._current[self.index] = repr(group)
             begun = time.perf_counter()
             yield group
-            self._took[group] = begun, (time.perf_counter() - begun) * 1e3
+            self._took[group] = (time.perf_counter() - begun) * 1e3
             self._current.pop(self.index, None)
             self._round.advance()

@@ -44,7 +44,7 @@ def rebuild(
     """
     _delete_spent_keys(op, job, gone)
     if job.creation_stores is not None and gone:
-        with op.timed("store", measure=False):
+        with op.timed("store"):
             clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
             op.do(clients, "connecting to the store")
     rebuilds = Rebuilds(op, job, gone, connect)
@@ -54,7 +54,6 @@ def rebuild(
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
     op.over(checked, rebuilds.check, parallelism=1)
-    op.measure("rebuilt")
     op.barrier("done")
     op.note = "" if op.reports else "no reloadable group here"
     op.call_after([*op.of_generations(callbacks.reload, gone), *callbacks.reload])

@@ -107,7 +107,6 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
         op.barrier("room")
         op.over(suspended, resume)
         op.barrier("resumed")
-        op.measure("resumed")
     rebuild(op, job, _without_communicator(op), how, resumed=suspended)
 
 

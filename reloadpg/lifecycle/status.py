@@ -63,7 +63,6 @@ def status() -> Status:
         cycles=job.cycles if job else 0,
         options=options.settings() if options else {},
         groups=shown,
-        bypassed=len(bypassed),
         memory=memory.in_use(),
         foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
         last_error=job.last_error if job else "",
@@ -103,8 +102,7 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
         left = GroupState.OFFLOADED if state.offloaded else GroupState.LIVE
         worst = _worst(mine) if mine else left.value
         held = [group.memory_bytes for group in mine if group.memory_bytes is not None]
-        numbers = state.generation, state.cycles, sum(held) if held else None
-        rows[name] = SetStatus(worst, len(mine), *numbers)
+        rows[name] = SetStatus(worst, len(mine), sum(held) if held else None)
     return rows
 
 
@@ -130,8 +128,6 @@ def _group_status(group: ManagedGroup) -> GroupStatus:
         history.strategy,
         None if stats is None else _held(stats),
         history.cycles,
-        history.offload_ms,
-        history.reload_ms,
         group.set_name,
     )
 

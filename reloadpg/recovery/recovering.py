@@ -143,7 +143,7 @@ def _recover(
     was_offloaded = job.offloaded
     waited = Deadline("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
-        with op.timed("wait.flag", measure=False):
+        with op.timed("wait.flag"):
             op.enter(seconds, reason=str(fault))
     finally:
         _abort_all(op, job, str(fault))

@@ -149,7 +149,7 @@ def the_metrics(ranks: list[dict[str, Any]]) -> None:
 
 
 def the_spans(ranks: list[dict[str, Any]]) -> None:
-    """Of one offload and one reload: phases and groups are within the call."""
+    """Of one offload and one reload: the phases are within the call."""
     for number, rank in enumerate(ranks):
         calls = [span for span in rank["spans"] if span.parent is None]
         assert [span.name for span in calls] == ["reloadpg.offload", "reloadpg.reload"]
@@ -158,7 +158,7 @@ def the_spans(ranks: list[dict[str, Any]]) -> None:
         ]
         for call in calls:
             parts = [span for span in rank["spans"] if span.parent == call.number]
-            assert {"0", "wait.enter"} <= {span.name for span in parts}
+            assert {"groups", "wait.enter"} <= {span.name for span in parts}
             assert all(call.times[0] <= span.times[0] <= span.times[1] for span in parts)
 
 

@@ -73,8 +73,8 @@ def test_the_taker_is_known_while_it_holds_the_object() -> None:
     assert (one.by, one.where) == (__name__, f"test_borrowed.py:{line}")
     assert (one.ended, one.raw) == (False, False)
     assert str(one) in str(reloadpg.status())
-    report = reloadpg.offload()
-    assert [one.ended for one in report.borrowed] == [True] * (1 + len(kept))
+    reloadpg.offload()
+    assert [one.ended for one in reloadpg.status().borrowed] == [True] * (1 + len(kept))
     reloadpg.reload()
     del backend
     gc.collect()

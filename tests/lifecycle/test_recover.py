@@ -224,7 +224,6 @@ def test_an_abort_that_stalls_is_named_and_releases_its_memory_at_its_end(
     dist.distributed_c10d._set_pg_timeout(PATIENCE, job.ring)
     report = reloadpg.recovery.recover("test")
     stalled = rank == FAULTY
-    assert bool(report.unfinished) == stalled
     assert any("its memory is not free" in text for text in report.warnings) == stalled
     assert simulated.stats().held_bytes == HELD * (len(job.groups) + stalled)
     assert (first in {group.name for group in simulated.groups()}) == stalled

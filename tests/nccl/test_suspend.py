@@ -69,7 +69,6 @@ def test_three_cycles(engine: str, strategy: str) -> None:
         assert status.memory_bytes == left
         for group in status.groups:
             assert (group.strategy, group.cycles, group.timeout_s) == (strategy, cycle, 120)
-            assert group.last_offload_ms is not None
         assert not reloadpg.offload().changed
         back = reloadpg.reload(connect="eager")
         assert held() == live
