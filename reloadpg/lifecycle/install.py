@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-import torch
-
-from .. import _TESTED_TORCH
 from ..c10d import nccl, needs, tables
 from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.borrowed import POLICIES
@@ -144,7 +140,6 @@ def install(
     """
     installation = _put_in_place(_options(locals()))
     if installation._owner:  # without the lock: programs can handle warnings themselves
-        _warn_of_torch()
         _warn_of_unmanaged()
     import_module(OBSERVER).start()
     return installation
@@ -348,21 +343,6 @@ def _unset_variables() -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = before
-
-
-def _warn_of_torch() -> None:
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    oldest, newest = _TESTED_TORCH
-    if version is None or oldest <= (int(version[1]), int(version[2])) <= newest:
-        return
-    if "torch version" not in registry.warned:
-        registry.warned.add("torch version")
-        tested = f"{'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
-        warn(
-            f"torch {torch.__version__} is not supported: reloadpg was tested with {tested}. It "
-            "was installed anyway. Test an offload and a reload of your job before you rely on it.",
-            of_host=True,
-        )
 
 
 def _warn_of_unmanaged() -> None:

@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 import types
-import warnings
 from datetime import timedelta
 
 import pytest
@@ -25,7 +24,6 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.lifecycle.job import jobs
 from reloadpg.observability import publish
@@ -193,44 +191,6 @@ def test_a_module_that_refuses_assignment_rolls_the_installation_back():
         reloadpg.install()
     assert not reloadpg.is_installed()
     _assert_torchs_own(before)
-
-
-def test_an_untested_torch_is_warned_of_once(monkeypatch):
-    monkeypatch.setattr(registry, "warned", set())
-    for version, warned in (("2.15.9", 0), ("2.16.0.dev20990101+cpu", 1), ("2.7.1", 0)):
-        monkeypatch.setattr(torch, "__version__", version)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with reloadpg.install():
-                assert reloadpg.is_installed()
-        said = [str(w.message) for w in caught if "is not supported" in str(w.message)]
-        assert len(said) == warned
-        if said:
-            assert version in said[0]
-            assert caught[0].filename == __file__
-
-
-def test_warnings_are_handled_without_a_lock(monkeypatch):
-    """A program's own handler may wait for a thread that uses the library."""
-    installed = []
-
-    def ask() -> None:
-        with registry.lock:
-            installed.append(reloadpg.is_installed())
-
-    def handle(*_: object) -> None:
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(60.0)
-        installed.append(asking.is_alive())
-
-    monkeypatch.setattr(registry, "warned", set())
-    monkeypatch.setattr(torch, "__version__", "2.16.0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", handle)
-        with reloadpg.install():
-            assert installed == [True, False]
 
 
 @pytest.mark.matrix
