@@ -38,9 +38,7 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
 
     def __enter__(self) -> None:
         if registry.options is not None and self._name is not None:
-            selection = registry.options.selection
-            if (self._name, None) not in selection.sets:  # a set whose groups bypass
-                selection.refuse_undeclared([self._name], "region")
+            registry.options.selection.refuse_undeclared([self._name], "region")
         open_regions.set((*open_regions.get(), self._name))
 
     def __exit__(self, *_: object) -> None:

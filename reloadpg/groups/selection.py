@@ -29,15 +29,15 @@ class Bypass(NamedTuple):
 class Selection:
     """Rule that selects the reloadable groups, and the backends of each: arguments of ``install``.
 
-    None for ``backends`` means every backend that serves an accelerator; None as a set, or as its
-    patterns, makes the groups bypass.
+    None for ``backends`` means every backend that serves an accelerator; None as a set makes the
+    groups bypass.
     """
 
     backends: frozenset[str] | None = None
     min_size: int = 2
     world: bool = True
     exclude: tuple[str, ...] = ()
-    sets: tuple[tuple[str | None, tuple[str, ...] | None], ...] = ()
+    sets: tuple[tuple[str | None, tuple[str, ...]], ...] = ()
 
     @classmethod
     def of(
@@ -46,7 +46,7 @@ class Selection:
         min_size: int,
         world: bool,
         exclude: Iterable[str] | str = (),
-        sets: Mapping[str | None, Iterable[str] | str | None] | Iterable[str] | str | None = None,
+        sets: Mapping[str | None, Iterable[str] | str] | Iterable[str] | str | None = None,
         *,
         registered_later: bool = False,
     ) -> Selection:
@@ -121,19 +121,17 @@ class Selection:
         The innermost region decides; without one, the nearest caller that a rule matches.
         """
         if regions := open_regions.get():
-            return self.managed_set(regions[-1])
-        if not self.sets:
-            return TRAINER
-        for module in creators():
+            return regions[-1]
+        for module in creators() if self.sets else ():
             set_name = _set_of(self.sets, module)
             if set_name is not _NO_RULE:
-                return self.managed_set(set_name)
-        return self.managed_set(TRAINER)
+                return set_name
+        return TRAINER
 
     @property
     def set_names(self) -> tuple[str, ...]:
         """The trainer's set, and those that are declared."""
-        return (TRAINER, *[n for n, patterns in self.sets if n and patterns is not None])
+        return (TRAINER, *[name for name, _ in self.sets if name])
 
     def refuse_undeclared(self, names: Iterable[str], call: str) -> None:
         """Refuse sets that ``install`` does not declare. Raises InvalidOptionError."""
@@ -145,10 +143,6 @@ class Selection:
                     f"{did_you_mean(name, known)}; nothing was changed. Declared: "
                     f"{', '.join(known)}. Pass sets=[{name!r}] to install(), on all ranks."
                 )
-
-    def managed_set(self, name: str | None) -> str | None:
-        """Return the set, or None if a rule makes its groups bypass."""
-        return None if (name, None) in self.sets else name
 
     def bypass(
         self,
@@ -163,7 +157,7 @@ class Selection:
         """Return why a group is bypassed; None if it is selected. A group may be in no set."""
         if is_world and not self.world:
             return Bypass("install(world=False)", "world=True")
-        if self.managed_set(in_set) is None:
+        if in_set is None:
             return Bypass(
                 "its creator is in no set, by a rule of install(sets=...) or region(None)",
                 "sets without that rule",
@@ -185,8 +179,8 @@ class Selection:
 
 
 def _rules(
-    sets: Mapping[str | None, Iterable[str] | str | None] | Iterable[str] | str | None,
-) -> tuple[tuple[str | None, tuple[str, ...] | None], ...]:
+    sets: Mapping[str | None, Iterable[str] | str] | Iterable[str] | str | None,
+) -> tuple[tuple[str | None, tuple[str, ...]], ...]:
     if sets is None:
         return ()
     if not isinstance(sets, Mapping):
@@ -198,16 +192,15 @@ def _rules(
                 'sets={"engine": "vllm.*"}.'
             )
         sets = dict.fromkeys(names, ())
-    rules: list[tuple[str | None, tuple[str, ...] | None]] = []
+    rules: list[tuple[str | None, tuple[str, ...]]] = []
     for name, given in sets.items():
         if name is not None:
             check_name(name, f"install(sets={{{name!r}: ...}})")
-        patterns = None if given is None else as_names(given)
-        if (name is None or given is not None) and (patterns is None or "" in patterns):
+        patterns = as_names(given)
+        if patterns is None or "" in patterns:
             raise InvalidOptionError(
                 f"install(sets={{{name!r}: {given!r}}}): not a module pattern or a sequence of "
-                'them; nothing was installed. Pass for example "vllm.*", or None for a set whose '
-                "groups bypass."
+                'them; nothing was installed. Pass for example "vllm.*".'
             )
         rules.append((name, patterns))
     return tuple(rules)
@@ -220,12 +213,10 @@ _NO_RULE = "\0"
 
 
 @lru_cache(maxsize=1024)
-def _set_of(
-    rules: tuple[tuple[str | None, tuple[str, ...] | None], ...], module: str
-) -> str | None:
+def _set_of(rules: tuple[tuple[str | None, tuple[str, ...]], ...], module: str) -> str | None:
     """Return the set of the groups that a module creates, or ``_NO_RULE``."""
     for name, patterns in rules:
-        for pattern in patterns or ():
+        for pattern in patterns:
             if fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*"):
                 return name
     return _NO_RULE

@@ -68,7 +68,7 @@ def install(
     timeout: timedelta | float | None = None,
     parallelism: int | None = None,
     exclude: Iterable[str] | str | None = None,
-    sets: Mapping[str | None, Iterable[str] | str | None] | Iterable[str] | str | None = None,
+    sets: Mapping[str | None, Iterable[str] | str] | Iterable[str] | str | None = None,
     recoverable: bool = False,
     borrowed: str = "refuse",
 ) -> Installation:
@@ -112,8 +112,7 @@ def install(
             to a pattern (``fnmatch``), or several, of the modules that create its groups, such as
             ``{"engine": "vllm.*"}``. The innermost caller of torch that matches a pattern decides,
             unless a region applies. All other groups are in ``"trainer"``; the default group always
-            is. Groups that match the patterns under the key None bypass, and so do all groups of a
-            set that is mapped to None. Equal on all ranks.
+            is. Groups that match the patterns under the key None bypass. Equal on all ranks.
         recoverable: make NCCL errors raise instead of ending the process, so that the program can
             call :func:`recover`. Sets unset variables, such as
             ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also overriding torchrun's default of 1), until
