@@ -6,14 +6,14 @@ package (``c10d``, ``settings``, ``texts``, ``processes``), and nothing else. Th
 only with a note in the changelog.
 
 * Groups: :class:`GroupState`, :class:`ManagedGroup`, :func:`managed`, :func:`managed_groups`,
-  :func:`new_plain_group`, :func:`rename_backends`; sets of groups:
+  :func:`new_plain_group`; sets of groups:
   :func:`named_sets`, :func:`check_name`, :func:`declared_sets`, :func:`concerns`, ``TRAINER``.
 * Operations in steps: :class:`Operation`, then :func:`run` with the steps of an offload
   (:func:`release`) or of a reload (:func:`restore`), with ``wait=False`` as :class:`Pending`;
   :class:`Block`; :func:`check_group`, :func:`validate` and
   ``Connect``.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
-* Memory: :func:`add_check`, :func:`add_source`, :func:`free_bytes`, :func:`in_use`.
+* Memory: :func:`add_check`, :func:`add_source`.
 * State: :class:`Installation`, :func:`reload_world`, :func:`running`,
   :func:`between_operations`, :func:`is_inherited`;
   :class:`LibraryThread`, a thread that ends before the interpreter does.
@@ -30,7 +30,6 @@ from .groups.sets import check_name as check_name
 from .groups.sets import concerns as concerns
 from .groups.sets import named_sets as named_sets
 from .groups.wrappers import new_plain_group as new_plain_group
-from .groups.wrappers import rename_backends as rename_backends
 from .lifecycle.block import Block as Block
 from .lifecycle.callbacks import Callback as Callback
 from .lifecycle.callbacks import callbacks as callbacks
@@ -42,8 +41,6 @@ from .lifecycle.install import Installation as Installation
 from .lifecycle.install import reload_world as reload_world
 from .lifecycle.memory import add_check as add_check
 from .lifecycle.memory import add_source as add_source
-from .lifecycle.memory import free_bytes as free_bytes
-from .lifecycle.memory import in_use as in_use
 from .lifecycle.offload import release as release
 from .lifecycle.operation import Operation as Operation
 from .lifecycle.pending import Pending as Pending
@@ -81,8 +78,6 @@ __all__ = [
     "check_name",
     "concerns",
     "declared_sets",
-    "free_bytes",
-    "in_use",
     "is_inherited",
     "managed",
     "managed_groups",
@@ -91,7 +86,6 @@ __all__ = [
     "register",
     "release",
     "reload_world",
-    "rename_backends",
     "restore",
     "run",
     "running",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch.distributed import distributed_c10d as _c10d
-
-from .needs import refuse_missing
 
 SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
 
@@ -39,41 +36,6 @@ def symmetric_memory_keeps_communicators() -> bool:
 
 def is_coalescing(group: object) -> bool:
     return group in cast(Any, _c10d._world.pg_coalesce_state)
-
-
-def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[], None]:
-    """Call a function with each error that a collective of ``torch.distributed`` raises.
-
-    Torch logs such an error (``c10d_logger``, level DEBUG) before it raises it again, and a filter
-    on that logger sees it. Errors of a group's own methods are not seen, and none are seen while
-    DEBUG records are disabled. Seen on 2.8, 2.13 and 2.15. Returns a function that removes the
-    filter; idempotent.
-    """
-    refuse_missing("a note on memory in errors of collectives", "slime")
-    from torch.distributed import c10d_logger
-
-    if call not in _error_listeners:
-        _error_listeners.append(call)
-        c10d_logger._c10d_logger.addFilter(_look_for_error)
-
-    def remove() -> None:
-        if call in _error_listeners:
-            _error_listeners.remove(call)
-        if not _error_listeners:
-            c10d_logger._c10d_logger.removeFilter(_look_for_error)
-
-    return remove
-
-
-_error_listeners: list[Callable[[BaseException], object]] = []
-
-
-def _look_for_error(record: logging.LogRecord) -> bool:
-    error = sys.exc_info()[1]
-    if error is not None and isinstance(record.msg, dict) and "error" in record.msg:
-        for call in list(_error_listeners):
-            call(error)
-    return True
 
 
 def skip_in_compiled_code(functions: Iterable[Any], *, callees: bool = False) -> None:

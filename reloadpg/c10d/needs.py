@@ -159,12 +159,6 @@ NEEDS: tuple[Need, ...] = (
     *_names(_DUMPS, _C, "_dump_nccl_trace", "flight recorder"),
     *_names(_DUMPS, f"{_C}:ProcessGroupNCCL", "uid", "flight recorder"),
     *_names(
-        "errors of collectives carry a note on memory",
-        "torch.distributed.c10d_logger",
-        "_c10d_logger",
-        "slime",
-    ),
-    *_names(
         "a script runs without peers",
         "torch.testing._internal.distributed.fake_pg",
         "FakeStore",

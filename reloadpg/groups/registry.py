@@ -74,8 +74,6 @@ class Registry:
         """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
-        self.renamed_backends: dict[str, str] = {}
-        """Backends that ``new_group`` creates in place of requested ones, by an integration."""
         self.after_world: Callable[[bool], None] = lambda begins: None
         """Called when the default group is reloadable; the argument: whether it was just created,
         so that all ranks begin a job with it. The installation assigns it."""

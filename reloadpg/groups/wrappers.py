@@ -5,7 +5,7 @@ A group that is not selected, and the value for non-members, are returned unchan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -50,8 +50,6 @@ def _new_group(wrapped: Function) -> Function:
     def new_group(*args: Any, **kwargs: Any) -> Any:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
-        if registry.renamed_backends:
-            args, kwargs = _with_renamed_backend(args, kwargs)
         ranks = args[0] if args else kwargs.get("ranks")
         world = tables.world()
         call = None
@@ -73,25 +71,6 @@ def _new_group(wrapped: Function) -> Function:
         return _manage(group, call, wrapped, args, kwargs)
 
     return new_group
-
-
-def rename_backends(names: Mapping[str, str]) -> Callable[[], None]:
-    """Let ``new_group`` create groups of other backends than the requested ones. Local.
-
-    Returns a function that undoes it; idempotent.
-    """
-    registry.renamed_backends = dict(names)
-    return registry.renamed_backends.clear
-
-
-def _with_renamed_backend(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    names = registry.renamed_backends
-    if len(args) > 2:  # ranks, timeout, backend
-        return (*args[:2], names.get(args[2], args[2]), *args[3:]), kwargs
-    given = kwargs.get("backend")
-    return args, {**kwargs, "backend": names[given]} if given in names else kwargs
 
 
 def new_plain_group(*args: Any, **kwargs: Any) -> Any:

@@ -19,8 +19,8 @@ registered (miles never does). Differences from their module:
   a collective on it raises.
 * Gloo groups bypass, also if the default group is registered. Groups of one rank are reloadable.
   Each group has ``group``; that of a group that bypasses is always the group itself.
-* Memory is not checked before a collective: each check asks the device (slime#2269). An error in a
-  collective gets a memory note.
+* Memory is not checked before a collective: each check asks the device (slime#2269).
+* On MUSA devices, request the backend ``mccl``: it does not replace ``nccl`` by itself.
 
 Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_new_group_dict``,
 ``ReloadableProcessGroup.GROUPS``, and ``group_info`` of a group.
@@ -33,24 +33,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .. import ReloadableProcessGroup as _Group
 from .. import install, is_installed, offload, reload
-from ..c10d import inspection, tables
+from ..c10d import tables
 from ..errors import ReloadpgError
 from ..extend import (
     Connect,
     GroupState,
     callbacks,
-    free_bytes,
-    in_use,
     managed,
     managed_groups,
     new_plain_group,
     reload_world,
-    rename_backends,
 )
 from ..reports import Report
 from ..settings import as_timedelta
@@ -71,16 +67,12 @@ old_new_group_dict: dict[int, Callable[..., Any]] = {}
 _registered: dict[int, timedelta] = {}
 """Timeouts passed to ``register_default_process_group`` before the patch, by process id."""
 
-_NOTE = "memory after the error"
-
 
 def monkey_patch_torch_dist(**options: Any) -> None:
     """Make groups created from now on reloadable; the default group only once it is registered.
 
     Local; call it before the groups are created. Idempotent: an existing installation of reloadpg
-    is used unchanged. Errors in a collective (not in ``Work.wait()``) then get a note with the used
-    and free memory, on Python 3.11 and later. On MUSA devices ``new_group`` creates ``mccl`` groups
-    where ``nccl`` is requested. :func:`reloadpg.uninstall` undoes all of this.
+    is used unchanged. :func:`reloadpg.uninstall` undoes all of this.
 
     Args:
         options: passed to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
@@ -91,13 +83,9 @@ def monkey_patch_torch_dist(**options: Any) -> None:
     for (owner, name), attribute in _ATTRIBUTES.items():
         if name not in vars(owner):
             setattr(owner, name, attribute)
-    musa = getattr(torch, "musa", None)
-    if musa is not None and musa.is_available():
-        callbacks.uninstall.append(rename_backends({"nccl": "mccl"}))
     dist.old_new_group = old_new_group_dict[os.getpid()] = new_plain_group  # type: ignore[attr-defined]
     if _take_back not in callbacks.uninstall:
         callbacks.uninstall.append(_take_back)
-    inspection.on_collective_error(_note_memory)
     timeout = _registered.pop(os.getpid(), None)
     if timeout is not None and dist.is_initialized():
         register_default_process_group(timeout)
@@ -108,7 +96,6 @@ def _take_back() -> None:
     if getattr(dist, "old_new_group", None) is new_plain_group:
         del dist.old_new_group  # type: ignore[attr-defined]
     old_new_group_dict.pop(os.getpid(), None)
-    inspection.on_collective_error(_note_memory)()
     for (owner, name), attribute in _ATTRIBUTES.items():
         if vars(owner).get(name) is attribute:
             delattr(owner, name)
@@ -224,18 +211,3 @@ _ATTRIBUTES: dict[tuple[type, str], Any] = {
 }
 """Attributes of slime's wrappers. Its ``group`` is the group that torch created, since torch does
 not know the wrapper; miles' bridge uses it around object collectives (miles#1221)."""
-
-
-def _note_memory(error: BaseException) -> None:
-    """Add a note with the memory in use, by source, to an error in a collective."""
-    notes = getattr(error, "__notes__", ())
-    if isinstance(error, ReloadpgError) or any(note.startswith(_NOTE) for note in notes):
-        return
-    used = [f"{name} {held / 2**30:.2f}" for name, held in in_use().items()]
-    try:
-        free = free_bytes()
-    except Exception:  # the device may be in an error state
-        free = None
-    said = [] if free is None else [f"free by {free[1]} {free[0] / 2**30:.2f}"]
-    if hasattr(error, "add_note"):
-        error.add_note(f"{_NOTE} (GiB in use): {', '.join([*used, *said])}")

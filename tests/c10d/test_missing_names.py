@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.c10d import inspection, nccl, needs
+from reloadpg.c10d import nccl, needs
 from reloadpg.c10d.needs import Need
 from reloadpg.errors import UnsupportedTorchError
 
@@ -134,26 +134,17 @@ def test_install_refuses_a_function_with_other_parameters() -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    ("capability", "ask"),
-    [
-        ("suspend", lambda: nccl.suspend_obstacle(object())),  # type: ignore[arg-type]
-        ("slime", lambda: inspection.on_collective_error(print)),
-    ],
-)
-def test_a_missing_name_of_a_capability_is_an_error_where_it_is_requested(
-    capability: str, ask: Callable[[], object]
-) -> None:
+def test_a_missing_name_of_a_capability_is_an_error_where_it_is_requested() -> None:
     """Install succeeds, and the capability says which name is missing."""
-    rows = [need for need in EXPECTED if need.capability == capability and is_here(need)]
+    rows = [need for need in EXPECTED if need.capability == "suspend" and is_here(need)]
     if not rows:
-        pytest.skip(f"torch {torch.__version__} has no name for {capability}")
+        pytest.skip(f"torch {torch.__version__} has no name for suspend")
 
     def case() -> str:
         remove(rows[0])
         reloadpg.install(backends={"gloo"})
         try:
-            return str(ask())
+            return str(nccl.suspend_obstacle(object()))  # type: ignore[arg-type]
         except UnsupportedTorchError as error:
             return str(error)
 
@@ -166,11 +157,11 @@ def test_doctor_names_what_is_missing() -> None:
 
     def case() -> str:
         remove(next(need for need in CORE if need.name == "_get_split_source"))
-        remove(next(need for need in EXPECTED if need.capability == "slime"))
+        remove(next(need for need in EXPECTED if need.capability == "debug"))
         found = [one for one in diagnose() if one.check == "torch names"]
         return "\n".join(f"[{one.level}] {one.message}" for one in found)
 
     problem, warning = forked(case).splitlines()
     assert problem.startswith("[problem] core is not available: torch.distributed.")
     assert "_get_split_source (only the members of a group take part" in problem
-    assert warning.startswith("[warning] slime is not available: ")
+    assert warning.startswith("[warning] debug is not available: ")

@@ -7,8 +7,6 @@ The actors here make the calls of the two frameworks' Megatron actors (``init``,
 from __future__ import annotations
 
 import os
-import sys
-import types
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -295,51 +293,6 @@ def test_the_tables_that_other_code_reads_are_there() -> None:
     assert hasattr(dist, "old_new_group")
 
 
-def notes_of(function: Any, *args: Any, **kwargs: Any) -> list[str]:
-    """The notes of the exception that a call raises."""
-    with pytest.raises(Exception) as caught:
-        function(*args, **kwargs)
-    return getattr(caught.value, "__notes__", [])
-
-
-FAULT = simulated.Fault("collective", message="out of memory")
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11"
-)
-def test_an_error_in_a_collective_has_one_note_with_the_memory_in_use() -> None:
-    """Also where one collective calls another. No function is wrapped for it.
-
-    An error of the library has none, and after ``uninstall`` no error has.
-    """
-    simulated.register()
-    before = dist.all_reduce, vars(reloadpg.ReloadableProcessGroup).get("allreduce")
-    monkey_patch_torch_dist()
-    dist.init_process_group("sim")
-    group: Any = dist.new_group([0, 1])
-    plain = dist.new_group([0, 1], backend="gloo")
-    assert before == (dist.all_reduce, vars(type(group)).get("allreduce"))
-    tensor = torch.ones(1)
-    with simulated.inject(FAULT):
-        found = [notes_of(dist.all_reduce, tensor, group=group)]
-    with simulated.inject(FAULT):
-        found.append(notes_of(dist.broadcast_object_list, [1], src=0, group=group))
-    found.append(notes_of(dist.broadcast, tensor, src=7, group=plain))
-    for notes in found:
-        (note,) = notes
-        assert note.startswith("memory after the error (GiB in use): simulated 0.0")
-        assert ", rss " in note
-    destroy_process_groups()
-    assert notes_of(dist.all_reduce, tensor, group=group) == []
-    reload_process_groups()
-    reloadpg.uninstall()
-    for call in (dist.all_reduce, group.allreduce):
-        with simulated.inject(FAULT):
-            assert notes_of(call, tensor) == []
-
-
 @pytest.mark.slow
 @pytest.mark.ranks(1)
 def test_each_group_has_group_until_uninstall() -> None:
@@ -360,58 +313,3 @@ def test_each_group_has_group_until_uninstall() -> None:
         assert made.group is made
     assert not hasattr(plain, "group")
     assert Wrapped(plain).group is plain
-
-
-class Musa(types.ModuleType):
-    """The module of a MUSA device."""
-
-    def __init__(self, available: bool) -> None:
-        super().__init__("torch.musa")
-        self.available = available
-
-    def is_available(self) -> bool:
-        return self.available
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return int(self.available)
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None: ...
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("available", [True, False])
-def test_groups_of_nccl_are_of_mccl_on_a_musa_device(available: bool, rank: int) -> None:
-    """Only where ``new_group`` is asked for ``nccl``, by position or by name; also in a reload."""
-    simulated.register()
-    create = dist.Backend._plugins["SIM"].creator_fn
-    torch.utils.rename_privateuse1_backend("musa")
-    torch._register_device_module("musa", Musa(available))
-    dist.Backend.register_backend("mccl", create, extended_api=True, devices=["musa"])
-    monkey_patch_torch_dist()
-    dist.init_process_group("mccl")
-    ways: list[Any] = [
-        lambda name: dist.new_group([0, 1], None, name),
-        lambda name: dist.new_group([0, 1], backend=name),
-    ]
-    for make in ways:
-        assert dist.get_backend(make("gloo")) == "gloo"
-        assert dist.get_backend(make("mccl")) == "mccl"
-    if not available:
-        with pytest.raises((RuntimeError, ValueError)):
-            ways[0]("nccl")
-        return
-    made = [make("nccl") for make in ways]
-    for _ in range(2):
-        assert [dist.get_backend(group) for group in made] == ["mccl", "mccl"]
-        assert sums_right(*made)
-        destroy_process_groups()
-        reload_process_groups()
-    reloadpg.uninstall()
-    with pytest.raises((RuntimeError, ValueError)):
-        ways[0]("nccl")
