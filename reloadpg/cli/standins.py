@@ -14,7 +14,6 @@ from .console import CommandError, say
 
 
 def add(subcommands: Any) -> None:
-    variables = "\n".join(f"  {name}: {what}" for name, what in standins.SETTINGS.items())
     parser = subcommands.add_parser(
         "standins",
         help="run torch's ProcessGroupNCCL over stand-ins for CUDA and NCCL",
@@ -24,8 +23,8 @@ def add(subcommands: Any) -> None:
             "CPU kernels. Other kernels (of extensions, cuBLAS, cuDNN) raise an error. Uses of\n"
             "released communicators are reported at the end, with exit code 1."
         ),
-        epilog=f"environment variables that the program's processes read:\n{variables}\n\n"
-        "Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py",
+        epilog="Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py\n"
+        "Environment variables that the program's processes read: docs/nccl-without-gpu.md",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

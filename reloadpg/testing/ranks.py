@@ -193,7 +193,6 @@ def run_ranks(
     if standins is None:
         standins = standin_libraries.enabled()
     if standins:
-        standin_libraries.refuse_unknown_settings(env)
         standin_libraries.load()  # before the store imports torch
     with (
         _store_port(store) as port,

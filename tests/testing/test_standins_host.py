@@ -193,41 +193,31 @@ def on_size(size: int, whole: bool, nvls: bool) -> Any:
     return pytest.param(size, whole, nvls, marks=on_ranks(size, **variables))
 
 
-def check_memory(rank: int, sizes: tuple[int, ...], size: int, percent: int = 100) -> None:
-    created, connected, left, network = (mib * percent / 100 for mib in sizes)
+@pytest.mark.parametrize(("size", "whole", "nvls"), [on_size(*key) for key in SIZES])
+def test_memory_is_that_which_was_measured(size: int, whole: bool, nvls: bool, rank: int) -> None:
+    """A suspend copies what it releases to pinned host memory; NCCL reports no network buffers."""
+    created, connected, left, network = SIZES[size, whole, nvls]
     nccl = Nccl(rank, size)
     comm = nccl.create()
     if rank and size > 2 and standins.NCCL in os.environ and network:
         created = connected = device_mib()  # its ranks differ
-    assert device_mib() == int(created)
+    assert device_mib() == created
     assert nccl.all_reduce(comm) == SUCCESS
     torch.cuda.synchronize()
-    assert device_mib() == int(connected)
+    assert device_mib() == connected
     suspendable = connected - left
     stats = [nccl.memory_stat(comm, what) / MIB for what in range(4)]
     assert stats == [suspendable, 0, left - network, connected - network]
     assert nccl("CommSuspend", comm, 1) == SUCCESS
     nccl.meet()
-    assert device_mib() == int(left)
+    assert device_mib() == left
     assert standins.pinned_bytes() == suspendable * MIB + PINNED
     assert nccl("CommResume", comm) == SUCCESS
-    assert device_mib() == int(connected)
+    assert device_mib() == connected
     assert standins.pinned_bytes() == PINNED
     assert nccl("CommDestroy", comm) == SUCCESS
     assert device_mib() == 0
     assert standins.pinned_bytes() == 0
-
-
-@pytest.mark.parametrize(("size", "whole", "nvls"), [on_size(*key) for key in SIZES])
-def test_memory_is_that_which_was_measured(size: int, whole: bool, nvls: bool, rank: int) -> None:
-    """A suspend copies what it releases to pinned host memory; NCCL reports no network buffers."""
-    check_memory(rank, SIZES[size, whole, nvls], size)
-
-
-@pytest.mark.skipif(standins.NCCL in os.environ, reason="NVIDIA's host code has its own sizes")
-@on_ranks(2, RELOADPG_STANDIN_COMM_PERCENT="25")
-def test_memory_can_be_scaled(rank: int) -> None:
-    check_memory(rank, SIZES[2, False, False], 2, percent=25)
 
 
 @on_ranks(2)

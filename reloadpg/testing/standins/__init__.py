@@ -32,13 +32,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ...settings import NCCL
-from ...texts import did_you_mean
 from ._build import StandinsError, build, check_nccl
 
 __all__ = [
     "JOB",
     "NCCL",
-    "SETTINGS",
     "Fault",
     "InjectedFault",
     "Job",
@@ -55,25 +53,11 @@ __all__ = [
     "load",
     "pinned_bytes",
     "preloading",
-    "refuse_unknown_settings",
     "uses_after_release",
 ]
 
 JOB = "RELOADPG_STANDIN_JOB"
 """Environment variable: the folder of the job. Without it a process has no devices."""
-
-SETTINGS: Mapping[str, str] = {
-    "RELOADPG_STANDIN_DEVICES": "number of devices (8)",
-    "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (81920)",
-    "RELOADPG_STANDIN_CONTEXT_MIB": "memory that a process takes on a device that it uses (0)",
-    "RELOADPG_STANDIN_COMM_PERCENT": "memory of a communicator, in percent of that measured (100)",
-    "RELOADPG_STANDIN_NVLS": "1: the devices support multicast, with which NCCL uses NVLS (0)",
-    "RELOADPG_STANDIN_CONNECT": "1: the first collective of a communicator connects its members in "
-    "the call, and waits for them there (0)",
-    "RELOADPG_STANDIN_PEER_ERRORS": "1: aborts and ends of peers are noticed as over sockets (0)",
-    "RELOADPG_STANDIN_LOG": "file to which each NCCL call is written (none)",
-}
-"""The environment variables that the processes of a job read, with their meaning and default."""
 
 _FAULTS = "faults"
 _RELEASED = "released"
@@ -95,14 +79,6 @@ Call = Literal[
     "resume",
     "monitor",
 ]
-_RESULTS = {
-    "unhandled_cuda_error": 1,
-    "system_error": 2,
-    "internal_error": 3,
-    "invalid_argument": 4,
-    "invalid_usage": 5,
-    "remote_error": 6,
-}
 
 
 @dataclass(frozen=True)
@@ -110,45 +86,36 @@ class Fault:
     """A fault in calls of NCCL.
 
     Attributes:
-        action: ``fail``: the call returns `result`. ``delay``: it takes `seconds` longer.
-            ``hang``: it does not return until the fault is cleared, or another thread aborts the
-            communicator. ``async``: it succeeds, and the communicator has the asynchronous error
-            `result`; its operations then wait until it is aborted.
+        action: ``fail``: the call returns ``ncclRemoteError``. ``delay``: it takes `seconds`
+            longer. ``hang``: it does not return until the fault is cleared, or another thread
+            aborts the communicator. ``async``: it succeeds, and the communicator has this
+            asynchronous error; its operations then wait until it is aborted.
         call: the function of NCCL. ``monitor`` is none of NCCL: the thread with which torch
             monitors the watchdog of a group does not run for `seconds`, before it waits.
         rank: the global rank (its variable RANK); None for all ranks.
-        communicator: text that the communicator's name contains. torch names communicators from
-            2.9 on. A communicator without a name matches only if this is None.
         skip: number of matching calls of each process that succeed before the fault.
         times: number of calls of each process that fail after them; None for all.
-        result: the error code: one of unhandled_cuda_error, system_error, internal_error,
-            invalid_argument, invalid_usage, remote_error.
         seconds: length of a delay.
     """
 
     action: Action
     call: Call
     rank: int | None = None
-    communicator: str | None = None
     skip: int = 0
     times: int | None = None
-    result: str = "remote_error"
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for value, known, what in (
             (self.action, get_args(Action), "action"),
             (self.call, get_args(Call), "call"),
-            (self.result, tuple(_RESULTS), "result"),
         ):
             if value not in known:
                 raise ValueError(f"{what}={value!r} must be one of {', '.join(known)}")
-        if self.call == "monitor" and (self.action != "delay" or self.communicator is not None):
-            raise ValueError(f"{self}: call='monitor' takes action='delay' and no communicator")
+        if self.call == "monitor" and self.action != "delay":
+            raise ValueError(f"{self}: call='monitor' takes action='delay'")
         if self.skip < 0 or self.seconds < 0 or (self.times is not None and self.times < 1):
             raise ValueError(f"{self}: skip and seconds must be 0 or more, times 1 or more")
-        if {"\t", "\n"} & set(self.communicator or ""):
-            raise ValueError(f"communicator={self.communicator!r} must be one line without tabs")
 
 
 class InjectedFault:
@@ -194,10 +161,8 @@ class Job:
             "action": fault.action,
             "call": fault.call,
             "rank": fault.rank,
-            "communicator": fault.communicator,
             "skip": fault.skip,
             "times": fault.times,
-            "result": _RESULTS[fault.result],
             "milliseconds": round(fault.seconds * 1000),
         }
         line = "\t".join(f"{name}={value}" for name, value in fields.items() if value is not None)
@@ -301,29 +266,12 @@ def pinned_bytes() -> int:
 
 def preloading() -> dict[str, str]:
     """The variables that preload the libraries into a process outside of any job. Local."""
-    refuse_unknown_settings(os.environ)
     libraries = _libraries()
     given = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     others = [path for path in given if path not in libraries]
     # With the kernels of CUDA, which torch's import replaces through an entry point, a job hangs.
     load = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     return {"LD_PRELOAD": ":".join([*libraries, *others]), JOB: "", **load}
-
-
-def refuse_unknown_settings(environ: Mapping[str, str | None]) -> None:
-    """Refuse unknown ``RELOADPG_STANDIN_`` variables. Local, pure.
-
-    Raises:
-        StandinsError: a variable is unknown.
-    """
-    known = {JOB, *SETTINGS}
-    unknown = sorted(n for n in environ if n.startswith("RELOADPG_STANDIN_") and n not in known)
-    if unknown:
-        raise StandinsError(
-            f"the environment has {unknown[0]}{did_you_mean(unknown[0], known)}, which the "
-            "stand-ins for CUDA and NCCL do not know; nothing was started. Correct the name or "
-            "unset it."
-        )
 
 
 def enable() -> None:

@@ -300,8 +300,8 @@ Comm find(const ncclComm* comm, const char* call = __builtin_FUNCTION()) {
 
 // ---- faults: lines of the job's file `faults`, written by Python ----
 
-// A line has fields KEY=VALUE, separated by tabs: id, action, call, and any of rank, communicator,
-// skip, times, result, milliseconds. It counts the calls of each process that match it.
+// A line has fields KEY=VALUE, separated by tabs: id, action, call, and any of rank, skip, times,
+// milliseconds. It counts the calls of each process that match it.
 using Fields = std::map<std::string, std::string>;
 
 std::vector<Fields> read_faults() {
@@ -319,21 +319,17 @@ std::vector<Fields> read_faults() {
   return faults;
 }
 
-bool concerns(const Fields& fault, const char* call, const ncclComm* comm) {
-  auto field = [&](const char* name) {
-    auto found = fault.find(name);
-    return found == fault.end() ? std::string() : found->second;
-  };
-  if (field("call") != call) return false;
-  if (!field("rank").empty() && atoi(field("rank").c_str()) != global_rank()) return false;
-  return field("communicator").empty() || comm->name.find(field("communicator")) != std::string::npos;
+bool concerns(const Fields& fault, const char* call) {
+  auto rank = fault.find("rank");
+  return fault.at("call") == call &&
+         (rank == fault.end() || atoi(rank->second.c_str()) == global_rank());
 }
 
 ncclResult_t fault(const char* call, const Comm& comm) {
   static auto& counts = *new std::map<std::string, long>;
   static auto& counts_mutex = *new std::mutex;
   for (Fields& each : read_faults()) {
-    if (!concerns(each, call, comm.get())) continue;
+    if (!concerns(each, call)) continue;
     long skip = atol(each["skip"].c_str());
     long times = each["times"].empty() ? LONG_MAX - skip : atol(each["times"].c_str());
     {
@@ -342,12 +338,11 @@ ncclResult_t fault(const char* call, const Comm& comm) {
       if (seen < skip || seen >= skip + times) continue;
     }
     std::string action = each["action"];
-    auto result = static_cast<ncclResult_t>(atoi(each["result"].c_str()));
     log(comm.get(), "fault: %s in %s", action.c_str(), call);
     std::string why = "injected fault: " + std::string(call) + " fails on rank " +
                       std::to_string(global_rank());
-    if (action == "fail") return fail(result, why);
-    if (action == "async") comm->break_with(result, why);
+    if (action == "fail") return fail(ncclRemoteError, why);
+    if (action == "async") comm->break_with(ncclRemoteError, why);
     if (action == "delay") {
       auto end = Clock::now() + milliseconds(atol(each["milliseconds"].c_str()));
       while (strcmp(call, "monitor") == 0 && Clock::now() < end) std::this_thread::yield();

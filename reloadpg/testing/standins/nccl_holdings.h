@@ -57,10 +57,7 @@ inline Footprint footprint(int ranks) {
   Measured row = kMeasured[0];
   for (const Measured& each : kMeasured)
     if (each.ranks <= ranks && each.whole == whole && each.nvls <= nvls) row = each;
-  auto bytes = [percent = number("COMM_PERCENT", 100)](long mib) {
-    return (mib << 20) * percent / 100;
-  };
-  return {bytes(row.init), bytes(row.connected), bytes(row.left), bytes(row.network), kPinned};
+  return {row.init << 20, row.connected << 20, row.left << 20, row.network << 20, kPinned};
 }
 
 inline std::atomic<long>& pinned() {  // host memory of suspended communicators of this process
