@@ -1,7 +1,6 @@
 """Modules that multiprocessing's fork server imports once for all ranks.
 
-Named in ``set_forkserver_preload`` by ``run_ranks``, and imported nowhere else;
-``_preloaded`` is the last of the modules that it names, and calls ``finish``. The server starts
+Named in ``set_forkserver_preload`` by ``run_ranks``, and imported nowhere else. The server starts
 no thread (importing NumPy's OpenBLAS would) and does not install reloadpg: each rank's environment
 decides that.
 """
@@ -22,7 +21,7 @@ _SETTINGS["RELOADPG_AUTOINSTALL"] = ""
 def import_all(names: Iterable[str]) -> None:
     """Import modules in a process that ranks are forked from. Local.
 
-    Without garbage collection, which takes a third of the time of these imports, until ``finish``.
+    Without garbage collection, which takes a third of the time of these imports.
     """
     gc.disable()
     before, path = dict(os.environ), list(sys.path)
@@ -36,14 +35,6 @@ def import_all(names: Iterable[str]) -> None:
         del os.environ[name]
         if name in before:
             os.environ[name] = before[name]
-
-
-def finish() -> None:
-    """Make ranks cheap to fork: they copy few of the pages of the modules. Local; idempotent.
-
-    Collections in the ranks skip what is loaded now.
-    """
-    gc.freeze()
     gc.enable()
 
 

@@ -56,7 +56,7 @@ class RunSpec:
     """The description of a run that is sent to its processes.
 
     Attributes:
-        call: the pickled (function, args, kwargs).
+        call: the pickled (function, args).
         modules: name and file of each module that the call refers to.
         environments: the whole environment of each rank.
         directory: directory of the ranks' files.
@@ -101,10 +101,8 @@ def supervise(caller: Connection, job: RunSpec) -> None:
     # Ranks ignore it until they can dump their stacks: the default action would kill them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     preload = importlib.import_module("reloadpg.testing._preload")  # if the server could not
-    if job.preload:
-        preload.import_all(job.preload)
-    if not gc.isenabled():
-        preload.finish()
+    preload.import_all(job.preload)
+    gc.freeze()  # collections in the ranks skip what is loaded now: they copy few of its pages
     _Supervisor(caller, job).run()
 
 
@@ -119,7 +117,7 @@ class _StartedRank:
         self.listening = True
         self.returned = False
         self.exitcode: int | None = None
-        self.ended_at: float | None = None
+        self.ended_at = 0.0
 
     @property
     def running(self) -> bool:
@@ -330,7 +328,7 @@ def _run_rank(
         text = "".join(traceback.format_exception(error))
         report = time.monotonic(), reason, text
         _write(job.directory / f"{rank}.error", pickle.dumps(report))
-        code = _exit_code(error)
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a failed rank must not wait for threads that wait for the other ranks
@@ -358,7 +356,7 @@ def _call(job: RunSpec, rank: int) -> bytes:
     try:
         for name, file in job.modules:
             _load_module(name, file)
-        fn, args, kwargs = pickle.loads(job.call)
+        fn, args = pickle.loads(job.call)
     except AttributeError as error:
         raise TypeError(
             f"{error}. Ranks import the module of the function, without the part under "
@@ -369,7 +367,7 @@ def _call(job: RunSpec, rank: int) -> bytes:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if "torch" in sys.modules and threads.isdecimal():
         sys.modules["torch"].set_num_threads(int(threads))
-    result = fn(rank, len(job.environments), *args, **kwargs)
+    result = fn(rank, len(job.environments), *args)
     try:
         return pickle.dumps(result)
     except Exception as error:
@@ -425,11 +423,3 @@ def _own_frames_skipped(trace: TracebackType | None) -> TracebackType | None:
             break
         trace = trace.tb_next
     return trace
-
-
-def _exit_code(error: BaseException) -> int:
-    if not isinstance(error, SystemExit):
-        return 1
-    if error.code is None:
-        return 0
-    return error.code if isinstance(error.code, int) else 1

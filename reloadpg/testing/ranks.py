@@ -74,19 +74,15 @@ class RankOutcome:
     """The traceback as text, or the reason for the missing result; None if `ok`."""
     exitcode: int | None
     signal: int | None
-    timed_out: bool
-    """Whether it was still running at the timeout, and killed by the runner."""
-    ended: bool
-    """Whether it was still running shortly after another rank's failure, and killed."""
-    stack: str | None
-    """The Python stacks of all threads of a rank that the runner killed."""
+    killed: bool
+    """Whether the runner killed it: at the timeout, or shortly after another rank's failure. Then
+    `exception` has the Python stacks of its threads."""
     output: str
     """The last 64 KiB of stdout and stderr."""
-    seconds: float | None
-    """Time from the start of the ranks to the exception, or else to the end of the process."""
-    pid: int | None
-    reason: str | None = None
+    reason: str | None
     """The exception in one line; None if `ok`."""
+    seconds: float
+    """Time from the start of the ranks to the exception, or else to the end of the process."""
 
     @property
     def ok(self) -> bool:
@@ -107,15 +103,14 @@ def run_ranks(
     world_size: int,
     *,
     args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
     timeout: timedelta | float = 60.0,
-    env: Mapping[str, str | os.PathLike[str] | None] | None = None,
+    env: Mapping[str, str | None] | None = None,
     preload: Sequence[str] = (),
     store: Literal["parent", "rank0"] = "parent",
     standins: bool | standin_libraries.Job | None = None,
     check: bool = True,
 ) -> list[Any]:
-    """Run `fn(rank, world_size, *args, **kwargs)` in `world_size` processes; return the results.
+    """Run `fn(rank, world_size, *args)` in `world_size` processes; return the results.
 
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
     MASTER_PORT, so `torch.distributed.init_process_group("gloo")` works without arguments; gloo
@@ -130,10 +125,10 @@ def run_ranks(
     so is the cache of torch's compiler, unless TORCHINDUCTOR_CACHE_DIR is set.
 
     Args:
-        fn: A module-level function; pickled by name and imported in the ranks.
+        fn: A module-level function; pickled by name and imported in the ranks. For keyword
+            arguments, a `functools.partial` of one.
         world_size: Number of ranks, at least 1.
         args: Further positional arguments, picklable.
-        kwargs: Keyword arguments, picklable.
         timeout: Time from the start of the ranks until those still running count as failed; a
             timedelta, or seconds.
         env: Variables set in the ranks on top of the caller's environment and the above; None
@@ -182,14 +177,13 @@ def run_ranks(
             f"world_size must be a number of at least 1, got {world_size!r}; nothing was started"
         )
     seconds = as_timedelta(timeout, "timeout").total_seconds()
-    env = _texts(env or {})
     if isinstance(preload, str):
         raise TypeError(f"preload={preload!r} is not a list of modules; nothing was started")
     if absent := [name for name in preload if not _is_found(name)]:
         raise ValueError(f"preload: no module named {', '.join(absent)}; nothing was started")
     if store not in ("parent", "rank0"):
         raise ValueError(f"store must be parent or rank0, got {store!r}")
-    call, modules = _pickled(fn, tuple(args), dict(kwargs or {}))
+    call, modules = _pickled(fn, tuple(args))
     if standins is None:
         standins = standin_libraries.enabled()
     if standins:
@@ -199,7 +193,7 @@ def run_ranks(
         _run_directory() as directory,
         _standins(standins, directory) as common,
     ):
-        variables = {**common, **env}
+        variables = {**common, **(env or {})}
         job = RunSpec(
             call=call,
             modules=modules,
@@ -233,21 +227,6 @@ def _is_found(module: str) -> bool:
     return False  # a package of it is not found
 
 
-def _texts(env: Mapping[str, Any]) -> dict[str, str | None]:
-    """Values of variables as text; paths are converted."""
-    found = {
-        name: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for name, value in env.items()
-    }
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, str | None):
-            raise TypeError(
-                f"env={{{name!r}: {value!r}}}: a variable is a string; nothing was started. Pass a "
-                "string or a path, or None to remove the variable."
-            )
-    return found
-
-
 class _CallPickler(pickle.Pickler):
     """Records the modules that the receiver must import."""
 
@@ -263,29 +242,21 @@ class _CallPickler(pickle.Pickler):
         return NotImplemented
 
 
-def _pickled(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bytes, list[tuple[str, str]]]:
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, list[tuple[str, str]]]:
     """Return the pickled call, and the (name, file) of each module that it refers to."""
     __tracebackhide__ = True
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {fn!r}; nothing was started")
-    for name, part in {"fn": fn, "args": args, "kwargs": kwargs}.items():
-        try:
-            pickle.dumps(part)
-        except Exception as error:
-            hint = "Pass plain values or CPU tensors."
-            if name == "fn":
-                hint = (
-                    "Define the function at the top level of a module, which each rank imports, "
-                    "and pass what it uses in args."
-                )
-            raise TypeError(
-                f"{name} cannot be pickled ({error}); nothing was started. {hint}"
-            ) from None
     buffer = io.BytesIO()
     pickler = _CallPickler(buffer)
-    pickler.dump((fn, args, kwargs))
+    try:
+        pickler.dump((fn, args))
+    except Exception as error:
+        raise TypeError(
+            f"fn or args cannot be pickled ({error}); nothing was started. Define the function at "
+            "the top level of a module, which each rank imports, and pass plain values or CPU "
+            "tensors."
+        ) from None
     modules = []
     for name in pickler.modules:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -376,11 +347,10 @@ def _run_directory() -> Iterator[Path]:
 
 def _run(job: RunSpec) -> tuple[list[RankOutcome], list[int], list[str]]:
     """Return the `RankOutcome` of each rank, and the ids of processes that could not be killed."""
-    started, timed_out, lost = 0.0, False, True
+    begun, timed_out, lost = 0.0, False, True
     pids: list[int] = []
     left: list[int] = []
-    ends: list[tuple[int | None, float | None, bool]]
-    ends = [(None, None, False)] * len(job.environments)
+    ends: list[tuple[int | None, float, bool]] = [(None, 0.0, False)] * len(job.environments)
     connection, theirs = multiprocessing.Pipe()
     with connection:
         with theirs:
@@ -388,7 +358,7 @@ def _run(job: RunSpec) -> tuple[list[RankOutcome], list[int], list[str]]:
         try:
             try:
                 if connection.poll(_START_LIMIT):
-                    started, pids = connection.recv()
+                    begun, pids = connection.recv()
                     if connection.poll(job.timeout + _END_LIMIT):
                         ends, timed_out, left = connection.recv()
                         lost = False
@@ -397,7 +367,7 @@ def _run(job: RunSpec) -> tuple[list[RankOutcome], list[int], list[str]]:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signals.SIGKILL)
             outcomes = [
-                _outcome(job, rank, pids[rank] if pids else None, started, *end, timed_out, lost)
+                _outcome(job, rank, *end, begun=begun, timed_out=timed_out, lost=lost)
                 for rank, end in enumerate(ends)
             ]
             uses = standin_libraries.Job(job.directory / _STANDINS, {}).uses_after_release()
@@ -413,7 +383,7 @@ def _run(job: RunSpec) -> tuple[list[RankOutcome], list[int], list[str]]:
 def _start(connection: Connection, job: RunSpec) -> BaseProcess:
     loaded = [name for name in _PRELOAD if name in sys.modules]
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["reloadpg.testing._preload", *loaded, "reloadpg.testing._preloaded"]
+        ["reloadpg.testing._preload", *loaded]
     )
 
     def started(method: str) -> BaseProcess:
@@ -454,11 +424,11 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 def _outcome(
     job: RunSpec,
     rank: int,
-    pid: int | None,
-    started: float,
     code: int | None,
-    at: float | None,
+    at: float,
     killed: bool,
+    *,
+    begun: float,
     timed_out: bool,
     lost: bool,
 ) -> RankOutcome:
@@ -475,6 +445,7 @@ def _outcome(
         exception = f"still running {limit if timed_out else grace}"
         if returned:
             exception = f"the function had returned, but the process was {exception}"
+        reason, exception = exception, f"{exception}\n--- Python stacks ---\n{_tail(stack)}"
     elif lost:
         why = _tail(job.directory / "supervisor.out") or (
             "it was killed, or could not import the main module (then stderr says why; a main "
@@ -482,7 +453,7 @@ def _outcome(
         )
         exception = f"lost: the process that supervises the ranks ended early: {why}"
     elif code is not None and code < 0:
-        exception = f"killed by {_signal_name(-code)}"
+        exception = f"killed by signal {-code} ({signals.strsignal(-code)})"
     elif code != 0 or not returned:
         when = "after the function had returned" if returned else "before the function returned"
         exception = f"exited with code {code} {when}"
@@ -497,13 +468,10 @@ def _outcome(
         exception=exception,
         exitcode=code if code is not None and code >= 0 else None,
         signal=-code if code is not None and code < 0 else None,
-        timed_out=killed and timed_out,
-        ended=killed and not timed_out,
-        stack=_tail(stack) or None if killed else None,
+        killed=killed,
         output=_tail(out),
-        seconds=None if at is None else at - started,
-        pid=pid,
         reason=reason or exception,
+        seconds=max(at - begun, 0.0),
     )
 
 
@@ -516,13 +484,6 @@ def _tail(path: Path) -> str:
         return ""
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signals.Signals(number).name
-    except ValueError:  # most real-time signals have no name
-        return f"signal {number}"
-
-
 def _died(outcome: RankOutcome) -> bool:
     """Whether the process ended without an exception in Python: by a signal or ``os._exit``."""
     return outcome.signal is not None or (outcome.exception or "").startswith("exited with code")
@@ -531,7 +492,7 @@ def _died(outcome: RankOutcome) -> bool:
 def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
     failed = [outcome for outcome in outcomes if not outcome.ok]
     # A process that died is the cause, but its peers' errors are often seen before its end.
-    failed.sort(key=lambda o: (o.timed_out or o.ended, not _died(o), o.seconds or 0.0))
+    failed.sort(key=lambda o: (o.killed, not _died(o), o.seconds))
     state = f"processes that could not be killed: {list(left)}" if left else "no process is left"
     first = f"rank {failed[0].rank}: {failed[0].reason}; " if failed else ""
     lines = [
@@ -539,19 +500,13 @@ def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
         "instead of this error, call run_ranks with check=False."
     ]
     for index, outcome in enumerate(failed):
-        notes = []
-        if index == 0 and not outcome.timed_out:
-            notes.append(f"first failure, after {outcome.seconds or 0.0:.2f} s")
-        if outcome.timed_out or outcome.ended:
-            notes.append("killed by the runner")
-        elif outcome.signal is not None:
-            notes.append(f"signal {_signal_name(outcome.signal)}")
-        elif outcome.exitcode is not None:
-            notes.append(f"exit code {outcome.exitcode}")
-        lines.append(f"\n===== rank {outcome.rank}: {', '.join(notes)} =====")
+        note = f"after {outcome.seconds:.2f} s"
+        if outcome.killed:
+            note = "killed by the runner"
+        elif index == 0:
+            note = f"first failure, {note}"
+        lines.append(f"\n===== rank {outcome.rank}: {note} =====")
         lines.append((outcome.exception or "").rstrip())
-        if outcome.timed_out or outcome.ended:
-            lines += ["--- Python stacks ---", (outcome.stack or "(none given)").rstrip()]
         output = outcome.output.rstrip().splitlines()
         if output:
             lines.append(f"--- output, last {min(len(output), _OUTPUT_LINES)} lines ---")

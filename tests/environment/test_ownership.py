@@ -185,7 +185,7 @@ def test_an_exception_on_one_rank_is_raised_unchanged_and_ends_the_peers(
     failed, peer = outcomes
     for outcome in outcomes:
         assert not outcome.ok
-        assert not outcome.timed_out
+        assert not outcome.killed
         assert outcome.exitcode not in (0, None)
         assert "AssertionError" not in (outcome.exception or "") + outcome.output
     assert error in (failed.exception or "")

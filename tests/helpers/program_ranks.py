@@ -659,6 +659,6 @@ def run(program: Program, **variables: str) -> None:
     outcomes = run_ranks(play, program.size, args=(program,), env=variables, **given)
     for outcome in outcomes if program.dead else ():
         killed = outcome.rank in program.dead
-        shown = f"rank {outcome.rank}: {outcome.exception}\n{outcome.stack}"
+        shown = f"rank {outcome.rank}: {outcome.exception}"
         assert outcome.signal == (signal.SIGKILL if killed else None), shown
         assert killed or outcome.exception is None, shown

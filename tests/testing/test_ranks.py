@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from reloadpg.testing import RankOutcome, RanksFailedError, run_ranks
 
 distributed: Any = torch.distributed  # whose stores are not exported as types
 ROOT = str(Path(reloadpg.__file__).parents[1])
-slow = partial(pytest.param, marks=pytest.mark.slow)
 LIMIT = 280.0
 """Seconds within which everything in this file must have happened."""
 
@@ -110,11 +108,11 @@ def reduce_ranks(rank: int, world_size: int) -> int:
     return int(value)
 
 
-def describe_rank(rank: int, world_size: int, point: Point, *, key: str) -> dict[str, Any]:
+def describe_rank(rank: int, world_size: int, point: Point) -> dict[str, Any]:
     from helpers import import_place
 
     return {
-        "call": (rank, world_size, point.x, key),
+        "call": (rank, world_size, point.x),
         "point": Point(rank),
         "tensor": torch.full((3,), float(rank)),
         "pid": os.getpid(),
@@ -145,7 +143,6 @@ def seen() -> list[dict[str, Any]]:
             describe_rank,
             2,
             args=(Point(5),),
-            kwargs={"key": "k"},
             env=environment,
             preload=["helpers.import_place"],
             timeout=LIMIT,
@@ -154,7 +151,7 @@ def seen() -> list[dict[str, Any]]:
 
 def test_results_are_in_rank_order(seen: Any) -> None:
     """Arguments and results may be of any picklable type."""
-    assert [rank["call"] for rank in seen] == [(0, 2, 5, "k"), (1, 2, 5, "k")]
+    assert [rank["call"] for rank in seen] == [(0, 2, 5), (1, 2, 5)]
     assert [rank["point"].x for rank in seen] == [0, 1]
     assert torch.equal(seen[1]["tensor"], torch.ones(3))
     assert len({os.getpid(), *(rank["pid"] for rank in seen)}) == 3
@@ -255,7 +252,7 @@ def test_a_rank_that_has_returned_stays_until_all_have_or_one_fails(
     outcomes = run_ranks(return_early, 3, args=args, timeout=LIMIT, check=False)
     assert [outcome.ok for outcome in outcomes] == [True, end == "return", True]
     assert outcomes[2].result
-    assert not any(outcome.timed_out or outcome.ended for outcome in outcomes)
+    assert not any(outcome.killed for outcome in outcomes)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -267,12 +264,9 @@ WAYS_TO_END: dict[str, tuple[Callable[[], Any], int | None, int | None, str]] = 
     "raises": (lambda: 1 / 0, 1, None, "ZeroDivisionError: division by zero"),
     "os._exit(3)": (lambda: os._exit(3), 3, None, "exited with code 3 before the function"),
     "os._exit(0)": (lambda: os._exit(0), 0, None, "exited with code 0 before the function"),
-    "sys.exit(4)": (lambda: sys.exit(4), 4, None, "SystemExit: 4"),
-    "sys.exit(0)": (lambda: sys.exit(0), 0, None, "SystemExit: 0"),
-    "sys.exit(text)": (lambda: sys.exit("a text"), 1, None, "SystemExit: a text"),
-    "SIGKILL": (lambda: os.kill(os.getpid(), 9), None, 9, "killed by SIGKILL"),
-    "null pointer": (lambda: ctypes.string_at(0), None, 11, "killed by SIGSEGV"),
-    "SIGRTMIN+5": (lambda: os.kill(os.getpid(), 39), None, 39, "killed by signal 39"),
+    "sys.exit(4)": (lambda: sys.exit(4), 1, None, "SystemExit: 4"),
+    "SIGKILL": (lambda: os.kill(os.getpid(), 9), None, 9, "killed by signal 9 (Killed)"),
+    "null pointer": (lambda: ctypes.string_at(0), None, 11, "killed by signal 11 (Seg"),
     "lambda": (lambda: WAYS_TO_END, 1, None, "its result of type dict cannot be pickled"),
 }
 
@@ -285,10 +279,7 @@ def end_in_all_ways(rank: int, world_size: int, ways: list[str]) -> Any:
 
 
 def test_each_way_to_end_is_reported(capfd: Any) -> None:
-    """By exit code, signal, reason and output. With ``check=False`` the other ranks continue.
-
-    The times of failures count from the start of the first rank, also while others are started.
-    """
+    """By exit code, signal, reason and output. With ``check=False`` the other ranks continue."""
     ways = [*WAYS_TO_END]
     outcomes: list[RankOutcome] = run_ranks(
         end_in_all_ways, len(ways), args=(ways,), timeout=LIMIT, check=False
@@ -299,8 +290,7 @@ def test_each_way_to_end_is_reported(capfd: Any) -> None:
         assert (outcome.ok, outcome.result) == ((True, "fine") if not text else (False, None)), way
         assert text in (outcome.exception or "")
         assert text in (outcome.reason or "")
-        assert (outcome.timed_out, outcome.ended) == (False, False)
-        assert outcome.ok or (outcome.seconds is not None and outcome.seconds >= 0)
+        assert not outcome.killed
         lines = outcome.output.splitlines()
         assert lines[:3] == ["said before", "to stderr", "from a child"]
         assert ("in end_in_all_ways" in outcome.output) is (way == "null pointer")  # faulthandler
@@ -342,8 +332,7 @@ def test_the_message_begins_with_the_first_failure() -> None:
     assert second < message.index("OSError: the consequence") < third
     assert "still running 1 s after the first failure" in message[third:]
     assert "in fail_in_turn" in message[third:]
-    assert [outcome.ended for outcome in caught.value.outcomes] == [False, False, True]
-    assert not [o.pid for o in caught.value.outcomes if o.pid is None or exists(o.pid)]
+    assert [outcome.killed for outcome in caught.value.outcomes] == [False, False, True]
 
 
 def crash_of_one(rank: int, world_size: int, directory: str) -> None:
@@ -368,7 +357,9 @@ def test_a_crash_is_reported_before_an_earlier_exception(tmp_path: Path) -> None
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(crash_of_one, 2, args=(str(tmp_path),), timeout=LIMIT)
     message = str(caught.value)
-    assert message.startswith("rank 1: killed by SIGSEGV; 2 of 2 ranks failed")
+    assert message.startswith(
+        "rank 1: killed by signal 11 (Segmentation fault); 2 of 2 ranks failed"
+    )
     assert message.index("===== rank 1: ") < message.index("===== rank 0: ")
     assert f'File "{ctypes.__file__}", line' in message.partition("===== rank 0: ")[0]
     assert "in crash_of_one" in message
@@ -411,18 +402,17 @@ def test_hanging_ranks_are_named_with_the_stacks_of_their_threads(tmp_path: Path
         run_ranks(hang, 3, args=(str(tmp_path),), preload=["helpers.supervising"], timeout=LIMIT)
     assert str(caught.value).count("in wait_in_main") == 2
     outcomes = caught.value.outcomes
-    assert [o.timed_out for o in outcomes] == [False, True, True]
+    assert [o.killed for o in outcomes] == [False, True, True]
     assert [o.signal for o in outcomes] == [None, signal.SIGKILL, signal.SIGKILL]
-    assert (outcomes[0].ok, outcomes[0].stack) == (True, None)
+    assert outcomes[0].ok
     for outcome in outcomes[1:]:
-        assert "in wait_in_main" in str(outcome.stack)
-        assert "in wait_in_helper" in str(outcome.stack)
-        assert not exists(outcome.pid or 0)
+        assert "in wait_in_main" in str(outcome.exception)
+        assert "in wait_in_helper" in str(outcome.exception)
 
 
 def test_ranks_that_are_starting_at_the_time_limit_are_reported(tmp_path: Path) -> None:
     outcomes = run_ranks(hang, 2, args=(str(tmp_path),), timeout=0.001, check=False)
-    assert (outcomes[1].timed_out, outcomes[1].signal) == (True, signal.SIGKILL)
+    assert (outcomes[1].killed, outcomes[1].signal) == (True, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -437,11 +427,10 @@ def test_ranks_that_are_starting_at_the_time_limit_are_reported(tmp_path: Path) 
         (
             {"fn": lambda rank, world_size: None},
             TypeError,
-            "fn cannot be pickled.*top level of a module",
+            "cannot be pickled.*top level of a module",
         ),
         ({"fn": 3}, TypeError, "fn must be callable"),
-        ({"args": (threading.Lock(),)}, TypeError, "args cannot be pickled"),
-        ({"kwargs": {"f": lambda: None}}, TypeError, "kwargs cannot be pickled"),
+        ({"args": (threading.Lock(),)}, TypeError, "cannot be pickled"),
     ],
 )
 def test_invalid_arguments_start_no_process(
@@ -551,44 +540,31 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def start_script(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Run this file as a script, with a separate temporary folder; errors go to a file."""
+def start_script(folder: Path) -> subprocess.Popen[bytes]:
+    """Run this file as a script, with a separate temporary folder."""
     (folder / "tmp").mkdir()
-    with (folder / "errors").open("w") as errors:
-        return subprocess.Popen(
-            [sys.executable, __file__, str(folder), *arguments],
-            env={**os.environ, "PYTHONPATH": ROOT, "TMPDIR": str(folder / "tmp")},
-            stderr=errors,
-        )
+    return subprocess.Popen(
+        [sys.executable, __file__, str(folder)],
+        env={**os.environ, "PYTHONPATH": ROOT, "TMPDIR": str(folder / "tmp")},
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, slow(signal.SIGINT)])
-def test_a_run_ends_with_its_caller(folder: Path, number: int) -> None:
+def test_a_run_ends_with_its_caller(folder: Path) -> None:
     """No file is left. A process that the caller has forked may hold copies of its descriptors."""
-    with start_script(folder, "hang") as script:
+    with start_script(folder) as script:
         bystander, *ranks = sorted(reported(folder, 3), key=len)
         pids = {pid for rank in ranks for pid in rank[:4]}
         assert len(pids) == 7
         assert all(exists(pid) for pid in [*pids, *bystander])
         try:
-            script.send_signal(number)
-            assert script.wait(LIMIT) == -number
+            script.kill()
+            assert script.wait(LIMIT) == -signal.SIGKILL
             wait_gone([*pids])
             assert not list((folder / "tmp").glob("*/ranks-*"))
         finally:
             os.kill(*bystander, signal.SIGKILL)
         wait_gone([ranks[0][4]])
-    errors = (folder / "errors").read_text()
-    assert ("KeyboardInterrupt" in errors) is (number == signal.SIGINT)
-
-
-@pytest.mark.slow
-def test_a_forked_child_of_the_caller_can_run_ranks(folder: Path) -> None:
-    """Although the fork server is not its child."""
-    with start_script(folder) as script:
-        assert script.wait(LIMIT) == 0, (folder / "errors").read_text()
-    assert list((folder / "tmp").iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -678,17 +654,6 @@ def fork_bystander(folder: str) -> None:
         sleep_indefinitely()
 
 
-def main(folder: str, hangs: str = "") -> None:
-    if hangs:
-        threading.Thread(target=fork_bystander, args=(folder,), daemon=True).start()
-        run_ranks(leave_grandchildren, 2, args=(folder, True), timeout=LIMIT)
-    assert run_ranks(reduce_ranks, 2, timeout=LIMIT) == [3, 3]
-    pid = os.fork()
-    assert run_ranks(reduce_ranks, 2, timeout=LIMIT) == [3, 3]
-    assert pid == 0 or os.waitpid(pid, 0)[1] == 0
-
-
 if __name__ == "__main__":
-    # A test run that a shell put in the background has SIGINT ignored, and so has its child.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    main(*sys.argv[1:])
+    threading.Thread(target=fork_bystander, args=sys.argv[1:], daemon=True).start()
+    run_ranks(leave_grandchildren, 2, args=(sys.argv[1], True), timeout=LIMIT)
