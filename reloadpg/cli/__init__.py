@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from .. import __version__
@@ -26,9 +25,9 @@ __all__ = ["main"]
 
 SUBCOMMANDS = (add_demo, add_doctor, add_status, add_explain, add_standins)
 """Each adds one subcommand's parser. The parser sets defaults in the parsed options: ``run``, which
-takes the options and returns the exit code; ``needs``, what installs each required module;
-``script_arguments`` if a script is run; ``reports_variables`` if the command itself reports unknown
-variables of the environment, which are an error for other commands.
+takes the options and returns the exit code; ``script_arguments`` if a script is run;
+``reports_variables`` if the command itself reports unknown variables of the environment, which are
+an error for other commands.
 """
 
 
@@ -51,8 +50,8 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand, of this process's command line by default; return the exit code.
 
-    It is 2 if a module is missing, 130 after Ctrl-C, 141 if stdout was closed. ``SystemExit`` is
-    raised if the arguments are invalid (code 2), or help was requested.
+    It is 130 after Ctrl-C. ``SystemExit`` is raised if the arguments are invalid (code 2), or help
+    was requested.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     top, subcommands = parser()
@@ -66,22 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        missing = _missing(options)
-        if missing:
-            say(f"{top.prog}: {missing}", sys.stderr)
-            return 2
         code: int = options.run(options)
-        sys.stdout.flush()
     except CommandError as error:
         say(f"reloadpg {options.command}: {error}", sys.stderr)
         return error.code
     except KeyboardInterrupt:
         say(f"\n{top.prog}: interrupted", sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of stdout (for example head) has ended. The interpreter flushes it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     return code
 
 
@@ -104,17 +94,3 @@ def _parsed(
     if runs_script:
         options.script_arguments = list(given[at + 1 :])
     return options
-
-
-def _missing(options: argparse.Namespace) -> str:
-    """Import the modules that a command needs; a line about the first that is missing, or empty."""
-    for name, requirement in getattr(options, "needs", {}).items():
-        try:
-            import_module(name)
-        except Exception as error:  # a broken installation of torch fails in many ways
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return (
-                f"{name} cannot be imported ({why}); nothing was started. It comes with: "
-                f"pip install '{requirement}'"
-            )
-    return ""

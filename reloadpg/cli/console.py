@@ -16,31 +16,12 @@ from typing import TextIO
 
 
 def positive(text: str) -> int:
-    return _whole(text, 1)
-
-
-def natural(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-    return value
-
-
-def seconds(text: str) -> float:
-    """A positive number of seconds, at most a day."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400 seconds")
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
 
 

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
@@ -44,10 +45,12 @@ def add(subcommands: Any) -> None:
     parser.add_argument("--ranks", type=positive, metavar="N", help=ranks)
     iterations = "iterations (default: %(default)s)"
     parser.add_argument("--cycles", type=positive, default=6, metavar="N", help=iterations)
-    parser.set_defaults(run=_run, needs={"numpy": "reloadpg[demo]", "torch": "torch"})
+    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
+    if find_spec("numpy") is None:
+        raise CommandError("numpy is missing; nothing was started. pip install 'reloadpg[demo]'")
     devices = _cuda_devices()
     ranks = min(options.ranks or 4, devices or sys.maxsize)
     example = next(path for path in EXAMPLES if path.is_file())

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..settings import STATUS_DIR
 from ..texts import counted, format_ranks, table
-from .console import CommandError, natural, positive, say, seconds
+from .console import CommandError, positive, say
 
 COMMUNICATOR_BYTES = (500_000_000, 1_600_000_000)
 """Smallest and largest measured memory of one NCCL communicator on a GPU."""
@@ -55,17 +55,16 @@ def add(subcommands: Any) -> None:
     option("script", metavar="SCRIPT", help="the script; its arguments follow --")
     option("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     option("--world-size", type=positive, required=True, metavar="N", help="ranks of the job")
-    option("--rank", type=natural, default=0, metavar="R", help="the rank to run (default: 0)")
+    option("--rank", type=int, default=0, metavar="R", help="the rank to run (default: 0)")
     names = "as for install (default: the script's, or every accelerator backend)"
     option("--backends", metavar="NAME[,NAME]", help=names)
-    option("--timeout", type=seconds, default=60.0, metavar="S", help="end it then (default: 60)")
+    option("--timeout", type=positive, default=60, metavar="S", help="end it then (default: 60)")
     option("--json", action="store_true", help="everything as JSON")
-    needs = {"torch": "torch", "wrapt": "wrapt"}
-    parser.set_defaults(run=_run, script_arguments=[], needs=needs)
+    parser.set_defaults(run=_run, script_arguments=[])
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.rank >= options.world_size:
+    if not 0 <= options.rank < options.world_size:
         raise CommandError(f"--rank {options.rank} is not in a job of {options.world_size} ranks")
     if not options.module and not os.path.isfile(options.script):
         raise CommandError(f"there is no file {options.script!r}. For a module, use -m.")
@@ -144,7 +143,7 @@ def _page(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
         lines.append("The script created no process group.")
         lines.append("Groups in other processes that the script starts are not recorded.")
     if result["timed_out"]:
-        end = f"The script was ended after {options.timeout:g} s; later groups are not shown. "
+        end = f"The script was ended after {options.timeout} s; later groups are not shown. "
         lines.append(f"{end}To wait longer, use --timeout.")
     elif result["error"]:
         lines.append(f"The script failed: {result['error']}")

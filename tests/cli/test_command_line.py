@@ -49,22 +49,14 @@ def test_help_lists_all_commands_without_importing_torch(capsys):
     assert capsys.readouterr().out == f"reloadpg {reloadpg.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("missing", "arguments", "words"),
-    [
-        ("torch", ["demo"], "pip install 'torch'"),
-        ("numpy", ["demo"], "pip install 'reloadpg[demo]'"),
-        ("wrapt", ["explain", __file__, "--world-size", "2"], "pip install 'wrapt'"),
-    ],
-)
-def test_a_missing_module_is_one_line_with_what_to_install(missing, arguments, words):
-    """Exit code 2; nothing is started."""
-    process = without(missing, arguments=arguments)
+def test_without_numpy_the_demo_says_what_to_install():
+    """Exit code 2 and one line; nothing is started."""
+    process = without("numpy", arguments=["demo"])
     assert process.returncode == 2
     (line,) = process.stderr.splitlines()
-    assert f": {missing} cannot be imported (ModuleNotFoundError: " in line
-    assert "nothing was started" in line
-    assert line.endswith(words)
+    assert (
+        line == "reloadpg demo: numpy is missing; nothing was started. pip install 'reloadpg[demo]'"
+    )
 
 
 @pytest.mark.parametrize("command", ["demo", "status"])
@@ -101,57 +93,12 @@ def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith(": interrupted")
 
 
-PENDING = """
-import sys
-from reloadpg import cli
-
-def run(options):
-    sys.stdout.write("one\\n")
-    sys.stdout.flush()
-    sys.stdin.read()  # until the pipe is closed
-    sys.stdout.write("two\\n")
-    return 0
-
-def add(subcommands):
-    subcommands.add_parser("write").set_defaults(run=run)
-
-cli.SUBCOMMANDS = (add,)
-sys.exit(cli.main(["write"]))
-"""
-
-
-def test_a_closed_pipe_is_exit_code_141(tmp_path):
-    """As for ``head``: without a traceback or a message of the interpreter."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PENDING],
-        env=environment(PYTHONUNBUFFERED=""),
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline()
-        process.stdout.close()
-        process.stdin.close()
-        assert process.stderr.read() == ""
-        assert process.wait(timeout=LIMIT) == 141
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["demo", "--cycles", "0"], "argument --cycles: 0 is less than 1"),
         (["demo", "--ranks", "two"], "argument --ranks: 'two' is not a whole number"),
-        (["explain", "x.py", "--world-size", "2", "--rank", "-1"], "-1 is less than 0"),
-        (["explain", "x.py", "--world-size", "2", "--timeout", "nan"], "is not between 0 and"),
         (["doctor", "no_such_file.py"], "there is no file 'no_such_file.py'"),
-        (["explain", "x.py", "--world-size", "2", "--timeout", "x"], "not a number of seconds"),
         (["status", "--", "more"], "unrecognized arguments: -- more"),
         (
             ["explain", "x.py", "--world-size", "2", "--tp", "8"],

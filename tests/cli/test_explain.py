@@ -457,6 +457,7 @@ def test_a_script_ends_with_the_command(tmp_path):
     ("arguments", "words"),
     [
         ([__file__, "--world-size", "2", "--rank", "2"], "--rank 2 is not in a job of 2 ranks"),
+        ([__file__, "--world-size", "2", "--rank", "-1"], "--rank -1 is not in a job"),
         (["nothing.py", "--world-size", "2"], "there is no file 'nothing.py'"),
     ],
 )
