@@ -7,13 +7,11 @@ Parsing needs the standard library alone, and a subcommand loads torch only when
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..settings import unknown_variables
 from .console import CommandError, say
 from .demo import add as add_demo
 from .doctor import add as add_doctor
@@ -25,9 +23,7 @@ __all__ = ["main"]
 
 SUBCOMMANDS = (add_demo, add_doctor, add_status, add_explain, add_standins)
 """Each adds one subcommand's parser. The parser sets defaults in the parsed options: ``run``, which
-takes the options and returns the exit code; ``script_arguments`` if a script is run;
-``reports_variables`` if the command itself reports unknown variables of the environment, which are
-an error for other commands.
+takes the options and returns the exit code; ``script_arguments`` if a script is run.
 """
 
 
@@ -56,14 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     top, subcommands = parser()
     options = _parsed(top, subcommands, given)
-    unknown = [] if hasattr(options, "reports_variables") else unknown_variables(os.environ)
-    if unknown:
-        say(
-            f"{top.prog}: the environment has {', '.join(unknown)}, which reloadpg does not know; "
-            "nothing was started. Correct the name or unset it.",
-            sys.stderr,
-        )
-        return 2
     try:
         code: int = options.run(options)
     except CommandError as error:

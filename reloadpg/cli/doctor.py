@@ -106,7 +106,7 @@ def add(subcommands: Any) -> None:
         metavar="SCRIPT",
         help="first import the imports of this script; the script does not run",
     )
-    parser.set_defaults(run=_run, reports_variables=True)
+    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:

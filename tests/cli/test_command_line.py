@@ -59,16 +59,6 @@ def test_without_numpy_the_demo_says_what_to_install():
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "status"])
-def test_every_command_refuses_an_unknown_variable(monkeypatch, capsys, command):
-    """Exit code 2 and one line. ``doctor`` reports it among its findings."""
-    monkeypatch.setenv("RELOADPG_STATUS", "/tmp")
-    assert main([command]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "RELOADPG_STATUS (did you mean RELOADPG_STATUS_DIR?)" in line
-    assert "nothing was started" in line
-
-
 def test_doctor_and_status_work_without_torch(tmp_path):
     """``doctor`` says what is missing."""
     write_rank(tmp_path, 0, 1)
