@@ -70,20 +70,14 @@ def test_all_problems_are_reported_at_once(modules):
 
 @pytest.mark.slow
 def test_a_correct_environment_has_no_problem_and_no_warning():
-    """Exit code 0. An autoinstall is reported with its options."""
-    options = {
-        "RELOADPG_AUTOINSTALL": "1",
-        "RELOADPG_TIMEOUT_S": "7.5",
-        "RELOADPG_BACKENDS": "gloo",
-    }
-    process = command("doctor", **options)
+    """Exit code 0. An autoinstall is reported."""
+    process = command("doctor", RELOADPG_AUTOINSTALL="1")
     found = process.stdout
     assert process.returncode == 0, found
     assert found.endswith("\nNo problem was found; 0 warnings.\n")
     for check in ("torch", "device", "nccl", "nccl settings", "foreign wrapper", "launcher"):
         assert of(found, check)
-    done = "installed: backends gloo, strategy recreate, timeout 7.5 s"
-    assert of(found, "autoinstall", "ok") == [done]
+    assert of(found, "autoinstall", "ok") == ["installed"]
 
 
 @pytest.mark.slow
@@ -209,10 +203,9 @@ def test_a_wrapper_over_an_own_wrapper_is_found(monkeypatch):
         with monkeypatch.context() as patch:
             ours = dist.new_group
             patch.setattr(dist, "new_group", lambda *args: ours(*args))
-            first, second = doctor.check_wrappers()
-        assert "<lambda>" in first.message
-        assert "test_doctor.py:" in first.message
-        assert second.message.startswith("torch.distributed.new_group is <function")
+            (finding,) = doctor.check_wrappers()
+        assert finding.message.startswith("torch.distributed.new_group is wrapped by <lambda>")
+        assert "test_doctor.py:" in finding.message
 
 
 def test_the_settings_of_nccl_are_named(tmp_path, monkeypatch):
