@@ -20,17 +20,12 @@ from ..settings import STATUS_DIR
 from ..texts import counted, format_ranks, table
 from .console import CommandError, Finding, say
 
-WAITING_S = 3.0
-"""Seconds after which a wait for ranks that have not arrived is a problem. Each rank reports its
-position once per second, so the missing ranks would have reported the operation by then."""
-
-WORKING_S = 30.0
-"""The same if all missing ranks are working in the operation."""
+WAITING_S = 30.0
+"""Seconds after which a wait for ranks that run is a problem."""
 
 _SHOWN_RANKS = 10
 _NAMED = 3
 """Maximum number of errors that are shown."""
-_WORKING = "still working"
 _ABSENT = {
     "gone": "process gone",
     "stopped": "process stopped",
@@ -78,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def page(job: JobView) -> str:
     """Show a job as text: the findings, and below them a row for each rank."""
-    indent = max(len(one.check) for one in job.findings)
+    indent = max((len(one.check) for one in job.findings), default=0)
     lines = [line for one in job.findings for line in one.lines(f"{one.check.ljust(indent)}  ")]
     if not job.ranks:
         return "\n".join(lines)
@@ -95,7 +90,8 @@ def page(job: JobView) -> str:
         )
         for one in job.ranks
     ]
-    return "\n".join([head, "", *lines, "", table((*header, "held MiB"), rows)])
+    lines += [""] * bool(lines)
+    return "\n".join([head, "", *lines, table((*header, "held MiB"), rows)])
 
 
 def _rounded(value: float | None, unit: float = 1) -> int | None:
@@ -115,7 +111,7 @@ class InProgress:
         waiting: the ranks that wait at the next barrier.
         since: Unix time at which the first of them arrived; None if none waits.
         missing: the ranks that they wait for, by reason.
-        stuck: whether the missing ranks are not in the operation, or have been missing for long.
+        stuck: whether missing ranks will not arrive, or have been missing for long.
         timeout_s: timeout of the wait: seconds without progress; None if unknown.
     """
 
@@ -173,10 +169,7 @@ class InProgress:
 
 
 def _is_stuck(missing: Mapping[str, Sequence[int]], waited_s: float) -> bool:
-    if any(why in _ABSENT for why in missing):
-        return True
-    works = all(why.startswith(_WORKING) for why in missing)
-    return bool(missing) and waited_s >= (WORKING_S if works else WAITING_S)
+    return any(why in _ABSENT for why in missing) or (bool(missing) and waited_s >= WAITING_S)
 
 
 def _why_missing(record: RankRecord | None, here: OperationStatus) -> str:
@@ -193,7 +186,7 @@ def _why_missing(record: RankRecord | None, here: OperationStatus) -> str:
     if (other.operation, other.sequence) != (here.operation, here.sequence):
         another = "another " if other.operation == here.operation else ""
         return f"in {another}{other.operation}"
-    return f"{_WORKING}: {other.doing}" if other.doing else _WORKING
+    return f"still working: {other.doing}" if other.doing else "still working"
 
 
 # -- the job --------------------------------------------------------------------------------------
@@ -211,12 +204,6 @@ class JobView:
     @property
     def ranks(self) -> Sequence[RankRecord]:
         return self.reading.ranks
-
-    @property
-    def generations(self) -> dict[int, list[int]]:
-        """The ranks in each generation of their groups."""
-        known = {one.rank: one.generation for one in self.ranks if one.groups}
-        return dict(sorted(_by(known, known.__getitem__).items()))
 
     @property
     def states(self) -> dict[str, list[int]]:
@@ -256,23 +243,10 @@ class JobView:
             yield Finding("unreadable", "warning", failure)
 
     def _of_ranks(self) -> Iterator[Finding]:
-        each = [
-            f"{generation} on {_ranks(ranks)}" for generation, ranks in self.generations.items()
-        ]
-        if len(each) > 1:
-            # Normal for a moment in each reload.
-            yield Finding("generation", "warning", f"differs: {'; '.join(each)}")
-        elif each:
-            yield Finding("generation", "ok", each[0])
-        else:
-            yield Finding("generation", "note", "unknown: no rank has a reloadable group")
         if missing := self.reading.missing:
-            refused = self.reading.failures
-            what = f"{_ranks(missing)} of a job of {self.reading.world_size}: no "
+            what = f"{_ranks(missing)} of a job of {self.reading.world_size}: no readable record"
             remedy = "check that it runs, and that reloadpg is installed in it with the same "
-            remedy = "see unreadable below" if refused else f"{remedy}status directory"
-            what += "readable record" if refused else "record"
-            yield Finding("missing", "problem", what, remedy)
+            yield Finding("missing", "problem", what, f"{remedy}status directory")
         if off := self.states.get("off"):
             what = f"{_ranks(off)}: RELOADPG=off, so no memory of communicators is released"
             remedy = "unset RELOADPG on every rank and start the job again"
@@ -287,9 +261,7 @@ class JobView:
     def _of_absent(self) -> Iterator[Finding]:
         """Findings about ranks that have ended, or that do not update their record."""
         if exited := self.absent("exited"):
-            all_ended = all(one.absent in ("exited", "gone") for one in self.ranks)
-            state = "no rank runs" if all_ended and not self.reading.missing else "others may run"
-            yield Finding("exited", "warning", f"{_ids(exited)}: {_last_seen(exited)}; {state}")
+            yield Finding("exited", "warning", f"{_ids(exited)}: {_last_seen(exited)}")
         if gone := self.absent("gone"):
             remedy = "look for the cause in the rank's log and in dmesg; restart the job"
             what = f"{_ids(gone)}: ended without an orderly exit, {_last_seen(gone)}"
