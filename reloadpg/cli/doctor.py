@@ -148,12 +148,8 @@ def check_torch() -> Findings:
         yield Finding("torch", "problem", why, f"install torch {supported} in this environment")
         return
     text = str(getattr(torch, "__version__", ""))
-    found = re.match(r"(\d+)\.(\d+)", text)
-    version = (int(found[1]), int(found[2])) if found else None
-    if version is None:
-        why = f"version {text!r} cannot be read, so it is unknown whether it is supported"
-        yield Finding("torch", "problem", why, f"use a torch of version {supported}")
-    elif version < OLDEST:
+    version = tuple(map(int, re.findall(r"\d+", text)[:2]))
+    if version < OLDEST:
         why = f"version {text} is too old: {supported} are supported"
         yield Finding("torch", "problem", why, f"install torch {_shown(OLDEST)} or later")
     elif version > NEWEST:
