@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -36,21 +36,15 @@ class GroupState(str, Enum):
 
 
 NEXT_CALL = {
-    GroupState.OFFLOADED: "Call {reload} on all ranks, then use the group again.",
+    GroupState.OFFLOADED: (
+        "Call {reload} on all ranks, or leave the offloaded() block; then use the group again."
+    ),
     GroupState.FAILED: (
         "Its last offload or reload did not finish. Call {reload} on all ranks again, or "
         "reloadpg.recovery.recover() after a fault of its communicator."
     ),
     GroupState.DESTROYED: "It was destroyed and is not rebuilt; create a new group.",
 }
-
-IN_BLOCK = (
-    "An offloaded() block is open and will reload it. Until then, call "
-    "reloadpg.environment.barrier() to wait for other ranks, and use a gloo group for collectives "
-    "on the CPU. If a rollout engine uses this group, put the engine's groups into a separate set: "
-    "install(sets=...)."
-)
-
 
 NEXT_CALL_LATER = {
     "offload": "Call result() on its handle, then {reload} on all ranks.",
@@ -96,9 +90,6 @@ class Offloaded:
         current: the live group or placeholder that these threads use.
     """
 
-    block_is_open: ClassVar[Callable[[str], bool]] = staticmethod(lambda set_name: False)
-    """Whether a set is in an ``offloaded()`` block; assigned by the installation."""
-
     def __init__(
         self,
         owner: ManagedGroup,
@@ -137,10 +128,7 @@ class Offloaded:
         text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
         if self.reason:
             text += f" {self.reason}"
-        if owner and state is GroupState.OFFLOADED and Offloaded.block_is_open(owner.set_name):
-            text = f"{text} {IN_BLOCK}"
-        else:
-            text = f"{text} {self.remedy or NEXT_CALL[state].format(reload=reload)}"
+        text = f"{text} {self.remedy or NEXT_CALL[state].format(reload=reload)}"
         if owner is None or state is GroupState.DESTROYED:
             return GroupDestroyedError(text)
         return GroupOffloadedError(text, group=owner.name, operation=operation)

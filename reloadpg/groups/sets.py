@@ -82,9 +82,5 @@ class SetState:
     depth: int = 0
     owes_callbacks: bool = False
 
-    def in_block(self) -> bool:
-        """Whether an open block will reload it at its end."""
-        return self.offloaded and self.depth > 0
-
     def __str__(self) -> str:
         return f"{'offloaded' if self.offloaded else 'live'}, generation {self.generation}"

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..groups.managed import ManagedGroup
-from ..groups.offloaded import Offloaded
 from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..groups.sets import SetState
@@ -165,13 +164,8 @@ class Jobs:
     # -- what groups ask ----------------------------------------------------------------------
 
     def serve_groups(self) -> None:
-        """Let the groups, which know no job, call the two functions below. Local, idempotent."""
+        """Let the groups, which know no job, call the function below. Local, idempotent."""
         registry.after_world = self._after_world
-        Offloaded.block_is_open = staticmethod(self._block_is_open)
-
-    def _block_is_open(self, set_name: str) -> bool:
-        job = self.known
-        return job is not None and job.sets[set_name].in_block()
 
     def _after_world(self, begins: bool) -> None:
         job = self.current("install")  # connects to the store in the background

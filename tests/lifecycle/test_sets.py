@@ -80,7 +80,7 @@ def test_blocks_of_sets_nest(rank):
 
     with reloadpg.offloaded("trainer"):
         assert usable() == (False, True)
-        with pytest.raises(GroupOffloadedError, match=r"separate set: install\(sets=\.\.\.\)"):
+        with pytest.raises(GroupOffloadedError, match=r"leave the offloaded\(\) block"):
             summed(world, rank)
         with reloadpg.offloaded(collect=True, connect="eager"):
             assert usable() == (False, False)
