@@ -66,7 +66,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[Any, ...], tuple[Any, ...]
     "set_seed": (lambda v: set_seed(v), INTEGERS, NO_INTEGERS),
     "process_group_scope": (scope, TIMES, NO_TIMES),
     "barrier": (lambda v: environment.barrier("x", timeout=v), TIMES, NO_TIMES),
-    "offload(collect)": (lambda v: reloadpg.offload(collect=v), FLAGS, NO_FLAGS),
     "offload(wait)": (lambda v: reloadpg.offload(wait=v), (np.True_, True), NO_FLAGS),
     "reload(wait)": (lambda v: reloadpg.reload(wait=v), (np.True_, True), NO_FLAGS),
     "offload(set)": (lambda v: reloadpg.offload(v), ("trainer", np.str_("trainer")), (2, "", "a")),

@@ -103,9 +103,7 @@ def setup_actors(
     call.on_all(_set_variables, NO_JOB, dict(enumerate(variables)))
 
 
-def offload_all(
-    actors: Sequence[Any], *, timeout: timedelta | float = 600.0, collect: bool = False
-) -> list[Report]:
+def offload_all(actors: Sequence[Any], *, timeout: timedelta | float = 600.0) -> list[Report]:
     """Call ``reloadpg.offload`` in all actors of a job, and wait for all.
 
     Blocking; called in the driver; idempotent. When it returns, the memory is free on all ranks.
@@ -114,7 +112,6 @@ def offload_all(
         actors: all ranks of the job, in rank order.
         timeout: a timedelta or seconds. It should be longer than the ``timeout`` of ``install``, so
             that reloadpg in the actors times out first and names the missing ranks.
-        collect: as for ``offload``.
 
     Returns:
         The reports, in rank order.
@@ -127,7 +124,7 @@ def offload_all(
     """
     call = _Call("offload_all", actors, timeout)
     call.on_all(_answer, UNTOUCHED)
-    return call.on_all(_offload, TOUCHED, dict.fromkeys(call.actors, collect))
+    return call.on_all(_offload, TOUCHED)
 
 
 def reload_all(
@@ -197,10 +194,10 @@ def _set_variables(_: object, variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _offload(_: object, collect: bool) -> Report:
+def _offload(_: object) -> Report:
     from .. import offload
 
-    return offload(collect=collect)
+    return offload()
 
 
 def _reload(_: object, connect: Connect | None) -> Report:

@@ -15,7 +15,6 @@ from ..groups.registry import registry
 from ..groups.sets import SetState, named_sets
 from ..rendezvous.worker_thread import exiting
 from ..reports import Report
-from ..settings import as_flag
 from .connect import Connect, validate
 from .job import jobs
 from .offload import release
@@ -59,23 +58,21 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
 
     Args:
         sets: as for :func:`offload`; none for all.
-        collect: as for :func:`offload`.
         connect: as for :func:`reload`.
 
     Raises:
         InvalidOptionError: an argument cannot be used; nothing was changed.
     """
 
-    def __init__(self, *sets: str, collect: bool = False, connect: Connect | None = None) -> None:
+    def __init__(self, *sets: str, connect: Connect | None = None) -> None:
         super().__init__()
         self._named = named_sets(sets, "offloaded")
         validate(connect)
-        self._collect = as_flag(collect, "offloaded(collect)", "nothing was changed")
         self._connect = connect
 
     def __enter__(self) -> Report:
         block = Block(self._named)
-        report = block.enter(self._collect, self._connect)
+        report = block.enter(self._connect)
         self._blocks.append(block)
         return report
 
@@ -128,7 +125,7 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
 
     def __enter__(self) -> tuple[Report, Report]:
         block = Block(self._out)
-        offload = block.enter(connect=self._connect)
+        offload = block.enter(self._connect)
         try:
             reload = run(Operation("reload", self._into), partial(restore, how=self._connect))
         except BaseException as error:
@@ -181,7 +178,7 @@ class Block:
         job = jobs.current("an offloaded() block")
         return job is not None and any(job.sets[name].offloaded for name in self.due)
 
-    def enter(self, collect: bool = False, connect: Connect | None = None) -> Report:
+    def enter(self, connect: Connect | None = None) -> Report:
         """Offload. An interrupt at the end of a completed offload is raised after a reload.
 
         The other ranks are in their blocks then, and reload at their ends, with the same
@@ -189,9 +186,7 @@ class Block:
         """
         before = _cycles()
         try:
-            report = run(
-                Operation("offload", self._named or None), partial(release, collect=collect)
-            )
+            report = run(Operation("offload", self._named or None), release)
         except BaseException as error:
             if _cycles() != before:
                 self._count()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Literal, overload
 
@@ -33,12 +31,12 @@ from .suspend import (
 
 
 @overload
-def offload(*sets: str, collect: bool = ..., wait: Literal[True] = True) -> Report: ...
+def offload(*sets: str, wait: Literal[True] = True) -> Report: ...
 @overload
-def offload(*sets: str, collect: bool = ..., wait: Literal[False]) -> Pending: ...
+def offload(*sets: str, wait: Literal[False]) -> Pending: ...
 @overload
-def offload(*sets: str, collect: bool = ..., wait: bool) -> Report | Pending: ...
-def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pending:
+def offload(*sets: str, wait: bool) -> Report | Pending: ...
+def offload(*sets: str, wait: bool = True) -> Report | Pending:
     """Release the communicators of all reloadable groups of this job, or of some sets.
 
     Collective over all ranks of the job; blocking, with the ``timeout`` of ``install`` for each
@@ -58,8 +56,6 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
     Args:
         sets: the sets to offload, such as ``"engine"``; none for all. Every rank of the job makes
             the same call, even if it is in no group of the set.
-        collect: also run a full garbage collection, for communicators that are held by cycles
-            in the caller's code. It costs tens to hundreds of milliseconds in a large process.
         wait: if False, return immediately and offload in a separate thread: see :class:`Pending`.
             While it runs, groups refuse collectives, :func:`reload` and a second offload raise, and
             callbacks are called in that thread.
@@ -81,15 +77,12 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         torch.distributed.DistBackendError: a collective was aborted on this rank, so its results
             are wrong; nothing was changed. Call :func:`recover`.
     """
-    collect, wait = (
-        as_flag(value, f"offload({name})", "nothing was changed")
-        for name, value in (("collect", collect), ("wait", wait))
-    )
+    wait = as_flag(wait, "offload(wait)", "nothing was changed")
     op = Operation("offload", named_sets(sets, "offload") or None)
-    return run(op, partial(release, collect=collect), wait=wait)
+    return run(op, release, wait=wait)
 
 
-def release(op: Operation, job: Job, collect: bool = False) -> None:
+def release(op: Operation, job: Job) -> None:
     """The steps of an offload; see :func:`offload`."""
     op.enter()
     op.await_unfinished()
@@ -121,9 +114,6 @@ def release(op: Operation, job: Job, collect: bool = False) -> None:
     releases = Releases(job)
     c10d_backends.await_monitors(*(group.communicator for group in recreated))
     op.over(recreated, releases.destroy)
-    if collect:
-        with op.timed("collect"):
-            gc.collect()
     op.barrier("released")
     op.warnings += releases.held()
     op.note = "" if live else "no live reloadable group"

@@ -82,7 +82,7 @@ def test_blocks_of_sets_nest(rank):
         assert usable() == (False, True)
         with pytest.raises(GroupOffloadedError, match=r"leave the offloaded\(\) block"):
             summed(world, rank)
-        with reloadpg.offloaded(collect=True, connect="eager"):
+        with reloadpg.offloaded(connect="eager"):
             assert usable() == (False, False)
         assert usable() == (False, True)
         with reloadpg.offloaded("trainer"):
