@@ -146,5 +146,5 @@ def cycle_each(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.matrix
 def test_groups_of_ranks_that_are_no_ints_are_reloaded(tmp_path: Path) -> None:
     """Torch takes NumPy's integers and tensors as ranks; they also cycle, and plans are equal."""
-    env: Any = {"FOLDER": tmp_path}
+    env = {"FOLDER": str(tmp_path)}
     run_ranks(cycle_each, 2, args=(tmp_path,), env=env, timeout=timedelta(seconds=60))

@@ -131,16 +131,6 @@ def test_invalid_mark():
     raise RuntimeError("never run")
 
 
-@pytest.mark.ranks(2, stroe="rank0")
-def test_misspelt_argument_of_a_mark():
-    raise RuntimeError("never run")
-
-
-@pytest.mark.ranks(2, store="rank1")
-def test_unknown_value_of_a_mark():
-    raise RuntimeError("never run")
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.reload_each_phase(every_group=True)
 def test_argument_of_a_mark_without_any():
