@@ -50,7 +50,7 @@ import inspect
 import marshal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -220,12 +220,13 @@ def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Check that the test leaves no process group.
 
     Compares the groups in c10d's tables before and after the test. The failure names the test and
-    the groups. On ranks, it is created in each rank.
+    the groups, which are then destroyed, so that the tests that follow can run. On ranks, it is
+    created in each rank.
     """
     if request.node.get_closest_marker(RANKS) is not None:
         yield _MADE_IN_RANKS
         return
-    with _assert_no_group_leaks(request.node.nodeid):
+    with _assert_no_group_leaks(request.node.nodeid, destroys=True):
         yield
 
 
@@ -423,17 +424,43 @@ def _existing() -> dict[str, str]:
 
 
 @contextmanager
-def _assert_no_group_leaks(test: str) -> Iterator[None]:
-    """Check that this block, if it passes, leaves no process group. Local."""
+def _assert_no_group_leaks(test: str, *, destroys: bool = False) -> Iterator[None]:
+    """Check that this block, if it passes, leaves no process group. Local.
+
+    Args:
+        test: the id of the test.
+        destroys: whether to destroy what was left, since other tests run in this process.
+    """
     before = _existing()
     yield
     left = [text for name, text in _existing().items() if name not in before]
     if left:
         lines = "\n".join(f"  {one}" for one in left)
+        done = _destroy_all_but(before) if destroys else ""
         raise AssertionError(
-            f"{test} left process groups behind, in c10d's tables:\n{lines}\nDestroy them with "
-            "torch.distributed.destroy_process_group(group); without an argument it destroys all."
+            f"{test} left process groups behind, in c10d's tables:\n{lines}\n{done}Destroy them "
+            "with torch.distributed.destroy_process_group(group); without an argument it destroys "
+            "all."
         )
+
+
+def _destroy_all_but(names: Collection[str]) -> str:
+    """Destroy the groups with other names, for the tests that follow; say what failed."""
+    import torch.distributed as dist
+
+    from ..c10d import tables
+
+    failures = []
+    world = tables.world()
+    left = [group for group in tables.known_groups() if tables.name_of(group) not in names]
+    # The default group comes last: its end destroys all others.
+    for group in sorted(left, key=lambda group: group is world):
+        name = tables.name_of(group)
+        try:
+            dist.destroy_process_group(group)
+        except Exception as error:
+            failures.append(f"group {name!r} could not be destroyed: {error}\n")
+    return "".join(failures) or "They were destroyed, for the tests that follow. "
 
 
 def _text(group: Any) -> str:

@@ -184,13 +184,18 @@ def test_no_leak(assert_no_group_leaks):
 
 
 @pytest.mark.parametrize("kind", ["plain", "reloadable", "offloaded"])
-def test_leak_around_the_test(kind, ended, assert_no_group_leaks):
+def test_leak_around_the_test(kind, assert_no_group_leaks):
     if kind != "plain" and not reloadpg.is_installed():
         reloadpg.install(backends={"gloo"}, min_size=1)
     initialized_alone("gloo")
     dist.new_group([0], group_desc=f"of {kind}")
     if kind == "offloaded":
         reloadpg.offload()
+
+
+def test_after_leaks(assert_no_group_leaks):
+    initialized_alone("gloo")
+    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2)
