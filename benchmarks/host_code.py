@@ -43,9 +43,13 @@ SLOW = ("init", "destroy", "abort")
 COLUMNS = ("engine", "step", "ours_ms", "torch_ms", "ratio")
 
 
-def rank_of_job(rank: int, size: int, count: int, cycles: int) -> dict[str, list[list[float]]]:
+def rank_of_job(
+    rank: int, size: int, count: int, cycles: int, call_ms: float
+) -> dict[str, list[list[float]]]:
     """Run one rank: by step, the times (ours, torch's) of each cycle in milliseconds."""
     torch.cuda.set_device(rank)
+    for call in SLOW if rank == 0 and call_ms else ():
+        standins.inject(standins.Fault("delay", call, seconds=call_ms / 1e3))  # type: ignore[arg-type]
     with reloadpg.install(exclude=[BY_HAND], world=False):
         dist.init_process_group("nccl")
         everyone = list(range(size))
@@ -104,17 +108,14 @@ def measured(ranks: int, groups: int, cycles: int, call_ms: float) -> list[dict[
     """Rows by engine and step, of rank 0."""
     rows = []
     for engine, variables in ENGINES.items():
-        with standins.job() as job:
-            for call in SLOW if call_ms else ():
-                job.inject(standins.Fault("delay", call, seconds=call_ms / 1e3))  # type: ignore[arg-type]
-            times = run_ranks(
-                rank_of_job,
-                ranks,
-                args=(groups, cycles),
-                standins=job,
-                env=variables,
-                timeout=540,
-            )[0]
+        times = run_ranks(
+            rank_of_job,
+            ranks,
+            args=(groups, cycles, call_ms),
+            standins=True,
+            env=variables,
+            timeout=540,
+        )[0]
         for step, pairs in times.items():
             ours, by_torch = (statistics.median(column) for column in zip(*pairs, strict=True))
             ratio = statistics.median(one / other for one, other in pairs)

@@ -107,7 +107,7 @@ def run_ranks(
     env: Mapping[str, str | None] | None = None,
     preload: Sequence[str] = (),
     store: Literal["parent", "rank0"] = "parent",
-    standins: bool | standin_libraries.Job | None = None,
+    standins: bool | None = None,
     check: bool = True,
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args)` in `world_size` processes; return the results.
@@ -142,10 +142,10 @@ def run_ranks(
             inside `init_process_group`, as torch does without torchelastic; the store ends with
             rank 0's group or process, and groups can be initialised again once that has ended.
         standins: Run on stand-ins for CUDA and NCCL, without a GPU: backend `nccl` is torch's own
-            ProcessGroupNCCL (`reloadpg.testing.standins`). Each run is a separate job, unless
-            this is a `Job`. None: as the calling process does. The supervisor of the run imports
-            torch again if the calling process does not use them. A use of a communicator after
-            its release fails the run, with the caller's stack, unless this is a `Job`.
+            ProcessGroupNCCL (`reloadpg.testing.standins`). Each run is a separate job. None: as
+            the calling process does. The supervisor of the run imports torch again if the calling
+            process does not use them. A use of a communicator after its release fails the run,
+            with the caller's stack.
         check: Raise if a rank fails. If False, return one `RankOutcome` per rank instead, and let
             the other ranks continue after a failure.
 
@@ -204,7 +204,7 @@ def run_ranks(
             timeout=seconds,
             end_on_failure=check,
             program=_rank.__file__,
-            standins=bool(standins),
+            standins=standins,
         )
         outcomes, left, uses = _run(job)
     failed = left or (check and not all(outcome.ok for outcome in outcomes))
@@ -296,17 +296,12 @@ def _environments(
 
 
 @contextlib.contextmanager
-def _standins(
-    wanted: bool | standin_libraries.Job, directory: Path
-) -> Iterator[dict[str, str | None]]:
+def _standins(wanted: bool, directory: Path) -> Iterator[dict[str, str | None]]:
     """Yield the changes of the environment for ranks that use the stand-ins, or do not."""
-    # Settings of visible devices do not apply to the stand-ins.
-    hidden: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": None}
-    if isinstance(wanted, standin_libraries.Job):
-        yield {**wanted.environment, **hidden}
-    elif wanted:
+    if wanted:
         with standin_libraries.job(directory / _STANDINS) as job:
-            yield {**job.environment, **hidden}
+            # Settings of visible devices do not apply to the stand-ins.
+            yield {**job.environment, "CUDA_VISIBLE_DEVICES": None}
     else:
         yield {standin_libraries.JOB: None}
 

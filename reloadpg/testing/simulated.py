@@ -18,7 +18,7 @@ A test can inject faults::
     with simulated.inject(simulated.Fault("create", rank=1, nth=3, message="no memory")):
         reloadpg.reload()  # fails in the third creation of rank 1
 
-Faults at barriers and in failures happen on all backends, also where ``sim`` is not registered.
+Faults at barriers happen on all backends, also where ``sim`` is not registered.
 
 Limits: it has no streams, and operations overlap only as in gloo. It cannot be part of a mixed
 group (``cpu:gloo,privateuseone:sim``), since torch uses a group from a Python creating function for
@@ -149,7 +149,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class BarrierInfo:
-    """A barrier, or the next one of a rank that has failed.
+    """A barrier.
 
     Attributes:
         name: the operation and the phase: ``reload.enter``.
@@ -164,7 +164,7 @@ class BarrierInfo:
 # faults
 
 
-FaultPoint = Literal["create", "connect", "release", "collective", "barrier", "failure"]
+FaultPoint = Literal["create", "connect", "release", "collective", "barrier"]
 FaultAction = Literal["raise", "stall", "call"]
 FaultMoment = Literal["before", "waiting", "after"]
 
@@ -180,8 +180,7 @@ class Fault:
     Attributes:
         at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
             (``shutdown`` or ``abort``), ``collective`` (the start of an operation). On any
-            backend: ``barrier`` (of an offload, a reload or a recovery), ``failure`` (this rank is
-            about to notify the others that it has failed).
+            backend: ``barrier`` (of an offload, a reload or a recovery).
         action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
             fault is cleared or ``seconds`` have passed, then continue; ``call`` a function.
         group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
@@ -726,7 +725,7 @@ def inject(fault: Fault) -> InjectedFault:
     Returns:
         A handle that counts and clears the fault; also a context manager.
     """
-    if fault.at in ("barrier", "failure") and _at_barrier not in barrier_hooks:
+    if fault.at == "barrier" and _at_barrier not in barrier_hooks:
         barrier_hooks.append(_at_barrier)
     handle = InjectedFault(fault, _device.remove)
     with _device.lock:
@@ -742,10 +741,8 @@ def clear_faults() -> None:
 
 def _at_barrier(moment: Any, operation: str, phase: str, rank: int) -> None:
     """A rank reaches a barrier, or fails."""
-    name = f"{operation}.{phase}"
-    if moment == "failing":
-        _device.check("failure", name, BarrierInfo(name, rank))
-    else:
+    if moment != "failing":
+        name = f"{operation}.{phase}"
         _device.check("barrier", name, BarrierInfo(name, rank), moment)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,10 +42,10 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def job(nccl: str, tmp_path: Path) -> Iterator[standins.Job]:
-    with standins.job(nccl=nccl) as created:
-        log = {"HOST_CODE_LOG": str(tmp_path / "log")}
-        yield standins.Job(created.folder, {**created.environment, **log})
+def given(nccl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs use the library and log its calls."""
+    monkeypatch.setenv(standins.NCCL, nccl)
+    monkeypatch.setenv("HOST_CODE_LOG", str(tmp_path / "log"))
 
 
 def called(rank: int) -> list[str]:
@@ -86,8 +85,9 @@ def calls(rank: int, size: int) -> None:
     assert mib() == 0
 
 
-def test_calls_go_to_both(job: standins.Job) -> None:
-    run_ranks(calls, 2, standins=job)
+@pytest.mark.usefixtures("given")
+def test_calls_go_to_both() -> None:
+    run_ranks(calls, 2, standins=True)
 
 
 def configured(rank: int, size: int, blocking: bool) -> None:
@@ -110,15 +110,16 @@ def configured(rank: int, size: int, blocking: bool) -> None:
     assert mib() == 0
 
 
+@pytest.mark.usefixtures("given")
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "nonblocking"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_configuration_passes_through(job: standins.Job, engine: str, blocking: bool) -> None:
+def test_the_configuration_passes_through(engine: str, blocking: bool) -> None:
     variables = engine_variables(engine)
     if not blocking:
         if engine != ENGINES[0]:
             pytest.skip("this engine of torch creates blocking communicators")
         variables["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1"
-    run_ranks(configured, 2, standins=job, env=variables, args=(blocking,))
+    run_ranks(configured, 2, standins=True, env=variables, args=(blocking,))
 
 
 def test_a_command_runs_over_the_given_library(nccl: str, tmp_path: Path) -> None:

@@ -149,30 +149,6 @@ class Job:
     folder: Path
     environment: Mapping[str, str]
 
-    def inject(self, fault: Fault) -> InjectedFault:
-        """Inject a fault into calls of NCCL in all processes of the job. Local.
-
-        Returns:
-            A handle that clears the fault; also a context manager.
-        """
-        identity = f"{os.getpid()}.{next(_serials)}"
-        fields = {
-            "id": identity,
-            "action": fault.action,
-            "call": fault.call,
-            "rank": fault.rank,
-            "skip": fault.skip,
-            "times": fault.times,
-            "milliseconds": round(fault.seconds * 1000),
-        }
-        line = "\t".join(f"{name}={value}" for name, value in fields.items() if value is not None)
-        _edit(self.folder, lambda lines: [*lines, line])
-        return InjectedFault(self.folder, identity, fault)
-
-    def clear_faults(self) -> None:
-        """Remove all faults of the job. Local, idempotent."""
-        _edit(self.folder, lambda lines: [])
-
     def uses_after_release(self) -> list[str]:
         """List the calls of NCCL with a communicator that was destroyed or aborted before. Local.
 
@@ -222,13 +198,29 @@ def job(
 
 
 def inject(fault: Fault) -> InjectedFault:
-    """Call :meth:`Job.inject` of this process's job. Local."""
-    return _own_job().inject(fault)
+    """Inject a fault into calls of NCCL in all processes of this process's job. Local.
+
+    Returns:
+        A handle that clears the fault; also a context manager.
+    """
+    folder, identity = _own_job().folder, f"{os.getpid()}.{next(_serials)}"
+    fields = {
+        "id": identity,
+        "action": fault.action,
+        "call": fault.call,
+        "rank": fault.rank,
+        "skip": fault.skip,
+        "times": fault.times,
+        "milliseconds": round(fault.seconds * 1000),
+    }
+    line = "\t".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+    _edit(folder, lambda lines: [*lines, line])
+    return InjectedFault(folder, identity, fault)
 
 
 def clear_faults() -> None:
-    """Call :meth:`Job.clear_faults` of this process's job. Local, idempotent."""
-    _own_job().clear_faults()
+    """Remove all faults of this process's job. Local, idempotent."""
+    _edit(_own_job().folder, lambda lines: [])
 
 
 def uses_after_release() -> list[str]:
@@ -319,11 +311,9 @@ def _own_job() -> Job:
         raise StandinsError(
             f"this process does not belong to a job of the stand-ins ({JOB} is not set); "
             "nothing was changed. Start it with run_ranks(..., standins=True) or python -m "
-            "reloadpg standins run, or use the Job that standins.job() returns."
+            "reloadpg standins run."
         )
-    names = ("LD_PRELOAD", JOB)
-    own = {name: os.environ[name] for name in names if name in os.environ}
-    return Job(Path(own[JOB]), own)
+    return Job(Path(os.environ[JOB]), os.environ)
 
 
 def _edit(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
