@@ -45,7 +45,6 @@ ONE_WORLD = (
     "lifecycle/test_callbacks",
     "lifecycle/test_memory",
     "lifecycle/test_recoverable",
-    "lifecycle/test_strategy",
     "rendezvous/test_plan",
     "rendezvous/test_round",
     "rendezvous/test_store_client",

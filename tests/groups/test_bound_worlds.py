@@ -10,7 +10,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import faulty_gloo
 from helpers.jobs import one_cycle
 from helpers.watched_store import WatchedStore
 from helpers.worlds import (
@@ -167,34 +166,3 @@ def test_a_rank_requests_nothing_about_groups_of_other_ranks(world):
     many = run_ranks(_requests, 4, args=(world, 40), timeout=240)
     for rank in (0, 1):
         assert many[rank] == few[rank] != set()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("world", ["unbound", *WORLDS])
-def test_a_reload_can_be_retried_while_a_creation_is_stuck(rank, world):
-    """The binding of the default group was saved and cleared in the stuck thread, and part of what
-    the ranks compare: every later operation disagreed (failure 27).
-    """
-    faulty_gloo.register()
-    start(world, backend="faulty", timeout=timedelta(seconds=60))
-    bound = dist.group.WORLD.bound_device_id
-    pair = dist.new_group([0, 1])
-    store = dist.distributed_c10d._get_default_store()
-    reloadpg.offload()
-
-    def fail_while_rank_0_creates():
-        store.wait(["rank 0 creates"], timedelta(minutes=1))
-        raise RuntimeError("once")
-
-    if rank == 1:
-        faulty_gloo.inject("create", fail_while_rank_0_creates)
-    else:
-        faulty_gloo.inject("create", lambda: store.set("rank 0 creates", ""))
-    with pytest.raises(reloadpg.errors.RebuildError if rank == 1 else reloadpg.PeerFailedError):
-        reloadpg.reload()
-    # Rank 0 is still in the creation of WORLD.
-    assert len(reloadpg.status().unfinished) == (1 if rank == 0 else 0)
-    reloadpg.reload()
-    assert dist.group.WORLD.bound_device_id == bound
-    assert (summed(None, rank), summed(pair, rank)) == (3.0, 3.0)
-    one_cycle()

@@ -308,19 +308,6 @@ def test_a_forked_child_cannot_use_the_parents_groups(rank):
     assert summed(group, rank) == 3
 
 
-@pytest.mark.ranks(1)
-def test_a_forked_child_can_start_a_separate_job():
-    reloadpg.install(backends={"gloo"}, min_size=1, timeout=TIMEOUT)
-
-    def child():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        one_cycle()
-        return dist.group.WORLD.generation
-
-    assert _in_forked_child(child) == "1"
-    assert not reloadpg.status().initialized
-
-
 class _Ranks(list):
     """A list of ranks that creates its group."""
 

@@ -7,8 +7,6 @@ import signal
 from datetime import timedelta
 
 import pytest
-import torch
-import torch.distributed as dist
 from helpers.fault_job import Injected, Job, all_reduce
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -44,21 +42,3 @@ def test_a_recovery_completes_while_a_forked_child_holds_gloos_connections(rank:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert len(raised) == 1
-
-
-@pytest.mark.ranks(4)
-def test_a_forked_child_can_create_groups() -> None:
-    """The parent keeps its connections."""
-    job = Job("gloo")
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-        group = dist.ProcessGroupGloo(store, 0, 1, timeout=LIMIT)
-        group.allreduce([torch.ones(1)]).wait()
-        os.write(writing, b"done")
-        os._exit(0)
-    os.close(writing)
-    assert os.read(reading, 4) == b"done"
-    os.waitpid(child, 0)
-    assert job.sums()

@@ -209,13 +209,6 @@ def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> Non
     job.assert_live()
 
 
-@pytest.mark.parametrize("given", [0, -1, 1.5, True, "8"])
-def test_invalid_parallelism_is_refused(given: Any) -> None:
-    with pytest.raises(reloadpg.errors.InvalidOptionError, match=r"install\(parallelism="):
-        reloadpg.install(parallelism=given)
-    assert not reloadpg.is_installed()
-
-
 @pytest.mark.ranks(2)
 def test_by_default_groups_of_an_unknown_backend_take_turns(rank: int) -> None:
     """Nothing is known about its locks, so no thread waits for peers while another one does."""

@@ -201,14 +201,11 @@ def test_ranks_must_agree_on_the_sets(rank):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: reloadpg.offload(""),
         lambda: reloadpg.reload(None),
         lambda: reloadpg.offloaded(3),
         lambda: reloadpg.swapped(out="trainer", into="trainer"),
         lambda: reloadpg.swapped(out="trainer", into=[]),
         lambda: reloadpg.swapped(out=3, into="engine"),
-        lambda: reloadpg.on_offload(print, sets=[""]),
-        lambda: reloadpg.on_offload(print, sets=3),
     ],
 )
 def test_an_invalid_name_of_a_set_is_refused(call):

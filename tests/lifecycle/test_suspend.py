@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from helpers import worlds
 from helpers.fault_job import Job, reasons
 
 import reloadpg
-from reloadpg.c10d import nccl
 from reloadpg.lifecycle import memory
 from reloadpg.lifecycle.job import jobs
 
@@ -31,18 +29,6 @@ def test_groups_of_a_backend_that_cannot_suspend_are_recreated() -> None:
     assert value.item() == 2
     assert "cannot suspend" in reasons(report)["WORLD"]
     assert any("1 group is recreated, not suspended" in text for text in report.warnings)
-
-
-@pytest.mark.parametrize("setting", ["NCCL_CUMEM_ENABLE=0", "NCCL_CUMEM_ENABLE = 0", "NCCL_X=1"])
-def test_nccls_configuration_files_are_read(tmp_path: Path, setting: str) -> None:
-    """Of the variable's file, or the home's; the variable itself counts more."""
-    file = tmp_path / ".nccl.conf"
-    file.write_text(f"# NCCL_CUMEM_ENABLE=1\n{setting}\n")
-    for environ in ({"NCCL_CONF_FILE": str(file)}, {"HOME": str(tmp_path)}):
-        name = setting.partition("=")[0].strip()
-        assert nccl.nccl_settings(environ)[name] == (setting[-1], str(file))
-        over = nccl.nccl_settings({**environ, "NCCL_CUMEM_ENABLE": "1"})
-        assert over["NCCL_CUMEM_ENABLE"] == ("1", "the environment")
 
 
 @pytest.mark.ranks(2)
