@@ -479,15 +479,10 @@ def _tail(path: Path) -> str:
         return ""
 
 
-def _died(outcome: RankOutcome) -> bool:
-    """Whether the process ended without an exception in Python: by a signal or ``os._exit``."""
-    return outcome.signal is not None or (outcome.exception or "").startswith("exited with code")
-
-
 def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
     failed = [outcome for outcome in outcomes if not outcome.ok]
-    # A process that died is the cause, but its peers' errors are often seen before its end.
-    failed.sort(key=lambda o: (o.killed, not _died(o), o.seconds))
+    # A process that crashed is the cause, but its peers' errors are often seen before its end.
+    failed.sort(key=lambda o: (o.killed, o.signal is None, o.seconds))
     state = f"processes that could not be killed: {list(left)}" if left else "no process is left"
     first = f"rank {failed[0].rank}: {failed[0].reason}; " if failed else ""
     lines = [

@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import subprocess
 import sys
 from collections import defaultdict
@@ -24,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...errors import ReloadpgError
 
@@ -63,7 +63,7 @@ _OWNERS = (  # the library of a symbol without a version, by the symbol's name
 _STUB_CALLED = """
 #include <stdio.h>
 #include <unistd.h>
-__attribute__((visibility("hidden"))) long standin_stub_called(const char* name) {
+static long called(const char* name) {
   static const char* last;
   if (last != name) fprintf(stderr,
       "reloadpg stand-ins: %s of LIBRARY is not implemented; it returns an error (process %d)\\n",
@@ -86,8 +86,8 @@ def build() -> Path:
     libraries and the compiler. Processes that build at the same time wait for each other.
 
     Raises:
-        StandinsError: the system is not Linux on x86_64, torch is missing or a CPU build, or a
-            program (g++, nm, readelf) is missing or fails.
+        StandinsError: the system is not Linux on x86_64, torch is a CPU build, or a program (g++,
+            nm, readelf) is missing or fails.
     """
     torch = _Torch.installed()
     compiler = _compiler()
@@ -144,12 +144,7 @@ class _Torch:
                 "the stand-ins for CUDA and NCCL need Linux on x86_64, but this system is "
                 f"{sys.platform} on {platform.machine()}; nothing was built"
             )
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            raise StandinsError(
-                "torch is not installed; nothing was built. The stand-ins are built for a torch. "
-                "Install its CUDA build: pip install --no-deps torch"
-            )
+        spec: Any = importlib.util.find_spec("torch")
         libraries = Path(spec.origin).parent / "lib"
         version = importlib.metadata.version("torch")
         if not (libraries / "libtorch_cuda.so").is_file():
@@ -194,7 +189,7 @@ def _digest(torch: _Torch, compiler: str) -> str:
 
 
 def _cache() -> Path:
-    """The folder of all builds. It must not be writable by other users: programs load its files."""
+    """The folder of all builds."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(base, "reloadpg", "standins").absolute()
     if re.search(r"[\s:]", str(path)):
@@ -203,12 +198,6 @@ def _cache() -> Path:
             "cannot hold; nothing was built. Set XDG_CACHE_HOME to another folder."
         )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise StandinsError(
-            f"{path} belongs to another user, or others can write to it; nothing was built. "
-            "Remove it, or set XDG_CACHE_HOME to another folder."
-        )
     return path
 
 
@@ -345,31 +334,21 @@ class _Builder:
             lines = _output("nm", "--defined-only", "-g", str(path)).splitlines()
             own |= {line.split()[-1] for line in lines if " " in line}
         stubs = sorted({symbol for symbol, _ in symbols} - own)
-        assembly, code = base.with_suffix(".s"), base.with_suffix(".c")
-        assembly.write_text(_stubs(stubs))
-        code.write_text(_STUB_CALLED.replace("LIBRARY", name).replace("RESULT", str(result)))
+        code = base.with_suffix(".c")
+        text = _STUB_CALLED.replace("LIBRARY", name).replace("RESULT", str(result))
+        text += "".join(f'long {stub}(void) {{ return called("{stub}"); }}\n' for stub in stubs)
+        code.write_text(text)
         script = base.with_suffix(".map")
         script.write_text(_versions(symbols, own))
         command = ["g++", "-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{name}"]
         command += ["-o", str(base), f"-Wl,--version-script={script}", "-Wl,-z,now"]
-        command += [str(assembly), "-x", "c", str(code), "-x", "none"]
+        command += ["-fno-builtin", "-x", "c", str(code), "-x", "none"]
         if real:
             command += map(str, real)
             command += self._runtime(runtime) if name != runtime else ()
         _output(*command)
-        for made in (assembly, code, script):
-            made.unlink()
-
-
-def _stubs(names: Sequence[str]) -> str:
-    """Assembly of functions that call ``standin_stub_called`` with their name."""
-    lines = [".text"]
-    for index, name in enumerate(names):
-        lines += [f".globl {name}", f".type {name},@function"]
-        lines += [f"{name}: lea .Lname{index}(%rip),%rdi", "jmp standin_stub_called"]
-    lines.append(".section .rodata")
-    lines += [f'.Lname{index}: .string "{name}"' for index, name in enumerate(names)]
-    return "\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""])
+        code.unlink()
+        script.unlink()
 
 
 def _versions(symbols: set[tuple[str, str]], own: set[str]) -> str:
