@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 import reloadpg
 from reloadpg.testing import simulated
-from reloadpg.testing.simulated import Fault, FaultMoment, GroupInfo, InjectedFaultError
+from reloadpg.testing.simulated import Fault, FaultMoment, InjectedFaultError
 
 MIB = 1 << 20
 HELD = 8 * MIB
@@ -250,29 +250,6 @@ def test_a_stall_blocks_until_it_is_cleared_or_its_time_is_over() -> None:
         with dist_error("was released"):
             using.result(200)
         assert held() == before
-
-
-@pytest.mark.ranks(1)
-def test_a_fault_can_call_a_function_at_every_generation() -> None:
-    """``1@*`` matches every later generation of group ``1``. The function's exception is raised."""
-    reloadpg.install(min_size=1, timeout=timedelta(seconds=20))
-    start()
-    group, _ = alone(), alone()
-    names: list[str] = []
-
-    def interrupt(info: GroupInfo) -> None:
-        names.append(info.name)
-        raise KeyboardInterrupt
-
-    later = Fault("create", "call", group=f"{group.group_name}@*", times=None, call=interrupt)
-    with simulated.inject(later):
-        for _ in range(2):
-            reloadpg.offload()
-            with pytest.raises(KeyboardInterrupt):
-                reloadpg.reload()
-    reloadpg.reload()
-    assert len(names) == 2
-    assert all(name.startswith(f"{group.group_name}@") for name in names)
 
 
 @pytest.mark.ranks(2)

@@ -25,11 +25,6 @@ pytestmark = [
 MIB = 1 << 20
 LIMIT = timedelta(minutes=5)
 LEGACY = engine_variables("legacy")
-NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-
-
-def connects_at_creation(engine: str) -> bool:
-    return engine == "nccl2"
 
 
 def ranks(fn: Callable[..., Any], size: int, *args: Any, env: dict[str, str]) -> list[Any]:
@@ -219,73 +214,6 @@ def test_memory_is_counted_over_all_processes_of_a_device() -> None:
     assert first.result == [0, 22, 0, -1], first.exception
 
 
-def without_cache(rank: int) -> int:
-    """MiB in use on a device, without those that torch's allocator keeps."""
-    return used_mib(rank) - torch.cuda.memory_reserved() // MIB
-
-
-CONNECTED = 484
-"""MiB of a communicator of two ranks once an operation has connected it (nccl_holdings.h)."""
-
-
-@on_engines(2)
-def test_a_communicator_holds_memory_from_its_creation_to_its_end(engine: str, rank: int) -> None:
-    torch.cuda.set_device(rank)
-    start(rank)
-    assert used_mib(rank) == (196 if connects_at_creation(engine) else 0)
-    dist.all_reduce(on_device(1))
-    torch.cuda.synchronize()
-    assert without_cache(rank) == CONNECTED
-    dist.destroy_process_group()
-    assert without_cache(rank) == 0
-
-
-needs_suspend = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason=f"torch {torch.__version__} has no Backend.suspend"
-)
-
-
-@needs_suspend
-@on_engines(2)
-def test_a_suspended_communicator_releases_its_memory(engine: str, rank: int) -> None:
-    start(rank, bound=True)
-    x = on_device(1)
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    assert without_cache(rank) == CONNECTED
-    backend().suspend()
-    assert without_cache(rank) == 4
-    backend().resume()
-    assert without_cache(rank) == CONNECTED
-    dist.all_reduce(x)
-    assert x.item() == 4
-    dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------------------------------------
-# ends
-
-
-@on_engines(2, **NO_WATCHDOG)
-def test_an_abort_is_local_and_ends_the_operation_on_the_stream(engine: str, rank: int) -> None:
-    start(rank)
-    store = signals()
-    dist.all_reduce(on_device(1))
-    torch.cuda.synchronize()
-    if rank == 1:  # is absent, and its communicator is not affected by the abort of rank 0
-        store.wait(["aborted"])
-        work = dist.all_reduce(on_device(1), async_op=True)
-        time.sleep(0.5)
-        assert not work.is_completed()
-        backend().abort()
-        return
-    work = dist.all_reduce(on_device(1), async_op=True)
-    assert not work.is_completed()
-    backend().abort()
-    torch.cuda.synchronize()  # the operation has left the stream
-    store.set("aborted", "")
-
-
 # ---------------------------------------------------------------------------------------------
 # faults
 
@@ -328,6 +256,8 @@ def test_a_wait_of_torch_can_only_be_delayed() -> None:
 
 
 SHUTDOWN = ("finalize", "destroy")
+CONNECTED = 484
+"""MiB of a communicator of two ranks once an operation has connected it (nccl_holdings.h)."""
 PAIR = CONNECTED + (0 if torch.__version__ >= "2.12" else 196)  # 2.8 has created the pair's
 FAULTY = {**dict.fromkeys(("split", "abort", "finalize", "destroy"), CONNECTED), "recv": PAIR}
 """MiB that the communicator of a call holds after the call has failed. Those of the other calls
