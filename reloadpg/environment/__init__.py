@@ -6,7 +6,7 @@ libraries that read them, the program does, from ``detect_environment().variable
 
 An evaluator that may or may not run under a launcher::
 
-    reloadpg.environment.ensure_process_group()        # gloo if WORLD_SIZE > 1, otherwise nothing
+    reloadpg.environment.ensure_process_group()        # gloo if there are several ranks
     results = evaluate(shard=reloadpg.environment.get_rank())
     reloadpg.environment.destroy_distributed()         # nothing if there is no group
 
