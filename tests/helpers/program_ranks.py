@@ -48,6 +48,7 @@ from helpers.programs import (
     State,
     Step,
 )
+from helpers.repeating import repeat
 from helpers.watched_store import WatchedStore
 from reloadpg.environment import process_group_scope
 from reloadpg.testing import run_ranks, standins
@@ -423,7 +424,7 @@ class Player:
         return torch.tensor([number], device=self._device() if self.program.on_nccl else "cpu")
 
     def _use_with_a_fault(self, fault: Fault) -> None:
-        """Sums, which may raise. After a fault in NCCL all ranks recover, and sum again."""
+        """Sums in a loop that recovers and repeats; without a link one attempt, which may raise."""
 
         def sums() -> bool:
             return all(
@@ -432,21 +433,27 @@ class Player:
                 for kind in ("all_reduce", "ring")
             )
 
-        self._set_timeouts(SHORT)
-        right: list[bool] = []
+        def step(number: int, attempt: int) -> bool:
+            self._set_timeouts(SHORT if attempt == 1 else LIMIT)
+            try:
+                return sums()
+            finally:  # a call that hangs holds its rank: the others have seen it by now
+                if attempt > 1 or reloadpg.recovery.recovery_requested():
+                    standins.clear_faults()
+
+        def recover() -> None:
+            self._set_timeouts(LIMIT)  # those of the first attempt are short
+            reloadpg.recovery.recover("a test")
+
         try:
             if fault.kind == "cut":
+                self._set_timeouts(SHORT)
                 assert sums()
-                return
-            failed = bool(attempt(lambda: right.append(sums())).kind)
+            else:
+                ((_, right),) = repeat(step, 1, recover)
+                assert right
         finally:
-            self._set_timeouts(LIMIT)  # also those of what a recovery rebuilds
-        if failed:
-            standins.clear_faults()  # a call that hangs holds its rank
-        if any(self.share(failed)):
-            reloadpg.recovery.recover("a test")
-            right = [sums()]
-        assert right == [True]
+            self._set_timeouts(LIMIT)
 
     def _set_timeouts(self, timeout: timedelta) -> None:
         for group in self._groups.values():
