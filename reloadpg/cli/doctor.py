@@ -27,9 +27,9 @@ from types import FunctionType
 from typing import Any
 
 from .. import _TESTED_TORCH
-from ..errors import UnsupportedTorchError
+from ..errors import InvalidOptionError, UnsupportedTorchError
 from ..lifecycle.autoinstall import NO, SWITCH
-from ..lifecycle.variables import invalid_values
+from ..lifecycle.variables import install_options
 from ..settings import IS_OFF, VARIABLES, is_off, unknown_variables
 from ..texts import counted
 from .console import Finding, existing_file, say
@@ -236,8 +236,10 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
     if is_off(environ):
         remedy = "unset RELOADPG to make groups reloadable"
         yield Finding("variables", "warning", f"{IS_OFF}, with plain torch", remedy)
-    for error in invalid_values(environ):
-        what, _, remedy = error.partition("; nothing was installed. ")
+    try:
+        install_options(environ)
+    except InvalidOptionError as error:
+        what, _, remedy = str(error).partition("; nothing was installed. ")
         yield Finding("variables", "problem", f"{what}; reloadpg cannot be installed", remedy)
 
 

@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
 from ..errors import InvalidOptionError
-from ..settings import GRACE, LOG_WAIT
+from ..settings import GRACE, LOG_WAIT, as_timedelta
 
 BACKENDS = "RELOADPG_BACKENDS"
 EXCLUDE = "RELOADPG_EXCLUDE"
 STRATEGY = "RELOADPG_STRATEGY"
 TIMEOUT = "RELOADPG_TIMEOUT_S"
 LOG_LEVEL = "RELOADPG_LOG_LEVEL"
-NAMES = (BACKENDS, EXCLUDE, STRATEGY, TIMEOUT, LOG_LEVEL, GRACE, LOG_WAIT)
 
 STRATEGIES = ("recreate", "suspend")
 """Values of ``install(strategy=...)``."""
@@ -57,46 +56,19 @@ def install_options(environ: Mapping[str, str]) -> dict[str, Any]:
         if text not in STRATEGIES:
             raise _invalid(STRATEGY, text, "is unknown", " or ".join(STRATEGIES))
         options["strategy"] = text
-    if (timeout := _seconds(environ, TIMEOUT, "300")) is not None:
-        options["timeout"] = timeout
-    _seconds(environ, GRACE, "1.5")  # these are read when they are needed
-    _seconds(environ, LOG_WAIT, "10")
+    for name in (TIMEOUT, GRACE, LOG_WAIT):
+        if text := _read(environ, name):
+            value: Any = text
+            with suppress(ValueError):
+                value = float(text)
+            seconds = as_timedelta(value, name, "nothing was installed")
+            if name == TIMEOUT:  # the others are read when they are needed
+                options["timeout"] = seconds
     return options
 
 
-def _seconds(environ: Mapping[str, str], name: str, example: str) -> timedelta | None:
-    text = _read(environ, name)
-    if not text:
-        return None
-    try:
-        seconds = timedelta(seconds=float(text))
-    except (ValueError, OverflowError):  # not a number, infinite, or too large for timedelta
-        seconds = timedelta(0)
-    if not timedelta(0) < seconds <= timedelta(days=365):
-        wrong = "is not a positive number of seconds, at most a year"
-        raise _invalid(name, text, wrong, f"a number such as {example}")
-    return seconds
-
-
-def invalid_values(environ: Mapping[str, str]) -> list[str]:
-    """What ``install`` would raise for each variable with an invalid value."""
-    texts = []
-    for name in NAMES:
-        try:
-            install_options({name: environ.get(name, "")})
-            if name == LOG_LEVEL:
-                set_log_level(environ, logging.Logger("of nothing"))
-        except InvalidOptionError as error:
-            texts.append(str(error))
-    return texts
-
-
-def set_log_level(environ: Mapping[str, str], logger: logging.Logger | None = None) -> None:
-    """Set the level of a logger from the environment, if set. Local, idempotent.
-
-    Args:
-        environ: the variables.
-        logger: the logger; ``reloadpg`` if None.
+def set_log_level(environ: Mapping[str, str]) -> None:
+    """Set the level of the logger ``reloadpg`` from the environment, if set. Local, idempotent.
 
     Raises:
         InvalidOptionError: the level is unknown to logging; the message names the variable.
@@ -105,7 +77,7 @@ def set_log_level(environ: Mapping[str, str], logger: logging.Logger | None = No
     try:
         if level:
             number = int(level) if level.isdecimal() else level.upper()
-            (logger or logging.getLogger("reloadpg")).setLevel(number)
+            logging.getLogger("reloadpg").setLevel(number)
     except ValueError:
         use = "DEBUG, INFO, WARNING, ERROR, CRITICAL or a number"
         raise _invalid(LOG_LEVEL, level, "is not a level of logging", use) from None

@@ -208,13 +208,9 @@ def environment(monkeypatch):
 
 INVALID = [
     ("RELOADPG_STRATEGY", "hope", "Use recreate or suspend, or unset it."),
-    ("RELOADPG_TIMEOUT_S", "5 minutes", "Use a number such as 300, or unset it."),
-    *(
-        ("RELOADPG_TIMEOUT_S", value, "is not a positive number of seconds")
-        for value in ("0", "nan", "inf")
-    ),
-    ("RELOADPG_GRACE_S", "-1", "is not a positive number of seconds"),
-    ("RELOADPG_LOG_WAIT_S", "soon", "is not a positive number of seconds"),
+    *(("RELOADPG_TIMEOUT_S", value, "is not a time") for value in ("5 m", "0", "nan", "inf")),
+    ("RELOADPG_GRACE_S", "-1", "is not a time between one millisecond and 365 days"),
+    ("RELOADPG_LOG_WAIT_S", "soon", "is not a time between one millisecond and 365 days"),
     ("RELOADPG_LOG_LEVEL", "loud", "Use DEBUG, INFO, WARNING, ERROR, CRITICAL or a number,"),
     ("RELOADPG_BACKENDS", "gloo,,nccl", "Use names separated by single commas, or unset it."),
     ("RELOADPG_EXCLUDE", "SERVICE,,", "has an empty name"),
