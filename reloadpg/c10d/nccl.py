@@ -91,10 +91,6 @@ def shares_lock(backends: Iterable[Any]) -> bool:
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
-
-_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
-
 _RECOVERY_SETTINGS = {
     _HANDLING: (
         "2",
@@ -108,10 +104,9 @@ _RECOVERY_SETTINGS = {
         "0",
         "the watchdog raises errors of the device, which ends the process",
     ),
-    _MONITORING: (
+    "TORCH_NCCL_ENABLE_MONITORING": (
         "0",
-        f"the process is ended if the watchdog hangs for {_HEARTBEAT}, which is no longer than "
-        "the timeout given to install",
+        "the process is ended if the watchdog hangs for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
     ),
     # How long the watchdog waits, four times, for a dump before it aborts; 15 s by default.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": ("200", ""),
@@ -149,9 +144,7 @@ def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[s
     return settings
 
 
-def recovery_settings(
-    environ: Mapping[str, str], seconds: float
-) -> tuple[dict[str, str], list[str]]:
+def recovery_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the settings that make torch's NCCL engines raise faults in the program.
 
     By default the watchdog ends the process after a timeout or an error. With these settings it
@@ -164,15 +157,11 @@ def recovery_settings(
 
     Returns:
         Settings that are missing or were set by torchrun by default, and messages about settings
-        that conflict. ``seconds`` is how long an operation of this library may wait.
+        that conflict.
     """
     missing, obstacles = {}, []
     for name, (value, why) in _RECOVERY_SETTINGS.items():
         given = environ.get(name) or environ.get(name.removeprefix("TORCH_"))
-        if name == _MONITORING and given == "1":
-            with suppress(ValueError):
-                if float(environ.get(_HEARTBEAT, "480")) > seconds:
-                    continue
         if not given or (name == _HANDLING and given == "1" and "TORCHELASTIC_RUN_ID" in environ):
             missing[name] = value
         elif given != value and why:

@@ -310,7 +310,7 @@ def is_installed() -> bool:
 
 def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
     """The variables to set, each with its earlier value."""
-    missing, obstacles = nccl.recovery_settings(os.environ, options.timeout.total_seconds())
+    missing, obstacles = nccl.recovery_settings(os.environ)
     if obstacles and nccl.nccl_is_concerned(options.selection.backends):
         raise InvalidOptionError(
             f"install(recoverable=True): {'; '.join(obstacles)}. Nothing was installed."

@@ -22,7 +22,7 @@ NEEDED = {
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*NEEDED, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
+    for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.removeprefix("TORCH_"), raising=False)
     yield
@@ -66,13 +66,11 @@ def test_an_install_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_suitable_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable may have its old name, and the heartbeat timeout may be the longer one."""
+    """A variable may have its old name."""
     given = {
         "NCCL_BLOCKING_WAIT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-        "TORCH_NCCL_ENABLE_MONITORING": "1",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "900",
     }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -81,7 +79,7 @@ def test_suitable_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
             "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",
             "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-            "TORCH_NCCL_ENABLE_MONITORING": "1",
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
         }
     assert "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in os.environ
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
@@ -103,8 +101,6 @@ def test_unsuitable_values_are_refused(
 ) -> None:
     """The error names the variable; nothing is installed or set."""
     monkeypatch.setenv(name, value)
-    if name.endswith("MONITORING"):
-        monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60")
     current = name if name.startswith("TORCH") else f"TORCH_{name}"
     with pytest.raises(reloadpg.errors.InvalidOptionError, match=f"{current}={value}.*set it to"):
         reloadpg.install(backends={"nccl"}, recoverable=True)
