@@ -151,7 +151,6 @@ class Construction:
         defaults: ``pg_options`` and timeout if the call has none: those of the group, or None.
         place: the sort key, if it does not follow from the name.
         rebuild: recreates a group passed to ``register_group()``; called in place of ``call``.
-        destroy: destroys the group that torch or ``rebuild`` created; None for its ``shutdown()``.
     """
 
     call: Call
@@ -165,7 +164,6 @@ class Construction:
     defaults: tuple[object, timedelta | None] = (None, None)
     place: Order | None = None
     rebuild: Callable[[], ProcessGroup] | None = None
-    destroy: Callable[[ProcessGroup], object] | None = None
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -16,10 +16,7 @@ from .sets import TRAINER
 
 
 def register_group(
-    group: ProcessGroup,
-    *,
-    rebuild: Callable[[], ProcessGroup],
-    destroy: Callable[[ProcessGroup], object] | None = None,
+    group: ProcessGroup, *, rebuild: Callable[[], ProcessGroup]
 ) -> ReloadableProcessGroup:
     """Make a group reloadable that was not created by a patched function.
 
@@ -38,7 +35,6 @@ def register_group(
         rebuild: recreates the group and returns it; called in a separate thread, on each reload.
             It may wait for the other members, within the ``timeout`` of ``install``, and may use
             the same group name again.
-        destroy: called with the original group; by default, its ``shutdown()`` is called.
 
     Returns:
         The reloadable group. Idempotent: a group that is reloadable already is returned as it is,
@@ -46,7 +42,7 @@ def register_group(
 
     Raises:
         NotInstalledError: ``install`` was not called; nothing was changed.
-        InvalidOptionError: the group is not known to torch.distributed, or an argument cannot be
+        InvalidOptionError: the group is not known to torch.distributed, or ``rebuild`` cannot be
             called; nothing was changed.
     """
     if registry.off:
@@ -56,12 +52,11 @@ def register_group(
             "register_group() was called, but reloadpg is not installed; nothing was changed. Call "
             "reloadpg.install() first."
         )
-    for name, function in (("rebuild", rebuild), ("destroy", destroy)):
-        if not callable(function) and not (name == "destroy" and function is None):
-            raise InvalidOptionError(
-                f"register_group({name}={function!r}): not callable; nothing was changed. Pass a "
-                "function."
-            )
+    if not callable(rebuild):
+        raise InvalidOptionError(
+            f"register_group(rebuild={rebuild!r}): not callable; nothing was changed. Pass a "
+            "function."
+        )
     if isinstance(group, ReloadableProcessGroup):
         return group
     set_name = registry.options.selection.set_now() or TRAINER
@@ -83,7 +78,6 @@ def register_group(
         str(group.group_desc),
         place=(*HANDED_OVER, name),
         rebuild=rebuild,
-        destroy=destroy,
     )
     proxy = ReloadableProcessGroup(group, construction)
     proxy._managed.set_name = set_name

@@ -54,18 +54,15 @@ class Releases:
                 group.detach()
             if group.has_hooks:
                 backends.await_hooks(inner)
-            if group.construction.destroy is not None:
-                group.construction.destroy(inner)
-            else:
-                # An abort of this engine waits for the lock that its destroy holds, and then uses
-                # the communicator that was destroyed. The destroy ends when the peers abort theirs.
-                if locks:
-                    self.job.doomed.pop(group, None)
-                try:
-                    _end(parts, locks)
-                except BaseException:
-                    self.job.doomed[group] = entry
-                    raise
+            # An abort of this engine waits for the lock that its destroy holds, and then uses the
+            # communicator that was destroyed. The destroy ends when the peers abort theirs.
+            if locks:
+                self.job.doomed.pop(group, None)
+            try:
+                _end(parts, locks)
+            except BaseException:
+                self.job.doomed[group] = entry
+                raise
             self.job.doomed.pop(group, None)
             if not group.construction.is_mixed:
                 self.released[repr(group)] = weakref.ref(inner)
