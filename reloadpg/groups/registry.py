@@ -70,8 +70,6 @@ class Registry:
         self.options: Options | None = None
         self.patches: Patches | None = None
         """Those of the installation; None without one."""
-        self.by_environment = False
-        """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
         self.after_world: Callable[[bool], None] = lambda begins: None

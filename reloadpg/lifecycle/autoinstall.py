@@ -34,6 +34,6 @@ def activate() -> None:
         return
     if value.lower() not in _YES:
         raise ValueError(f"{SWITCH}={value!r} is neither 1, true, yes, on nor 0, false, no, off.")
-    from .install import install_by_environment
+    from .install import install
 
-    install_by_environment()
+    install()

@@ -144,16 +144,6 @@ def install(
     return installation
 
 
-def install_by_environment() -> None:
-    """Install with the options of the environment, at the end of ``import torch``. Idempotent.
-
-    ``RELOADPG_BACKENDS`` may contain names that are registered with torch later. The creation of
-    the default group warns of names that are still unknown.
-    """
-    if install()._owner:
-        registry.by_environment = True
-
-
 def _options(given: Mapping[str, Any]) -> Options:
     """Return the given options, completed by those of the environment, and by the defaults."""
     needs.refuse_missing("install", nothing="installed")  # they name torch's backends
@@ -206,9 +196,9 @@ def _put_in_place(options: Options) -> Installation:
                 return Installation(in_place, owner=False)
             raise PatchConflictError(
                 f"install was called again with other options: {_differences(options, in_place)}. "
-                f"{f'In place: {_BY_ENVIRONMENT}. ' if registry.by_environment else ''}Nothing was "
-                "changed. Call reloadpg.uninstall() first, or install once with the options that "
-                "the whole program needs."
+                "Nothing was changed. Call reloadpg.uninstall() first, or install once with the "
+                "options that the whole program needs. RELOADPG_AUTOINSTALL installs at import "
+                "torch, with those of the environment."
             )
         if obstacle := nccl.torchcomms_obstacle():
             raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
@@ -249,9 +239,6 @@ def reload_world() -> bool:
         registry.options = replace(options, selection=replace(options.selection, world=True))
         manage_world(None)
         return True
-
-
-_BY_ENVIRONMENT = "RELOADPG_AUTOINSTALL installed at import torch, with the environment's options"
 
 
 def _differences(given: Options, in_place: Options) -> str:
@@ -298,7 +285,6 @@ def uninstall() -> None:
         patches.undo()
         _unset_variables()
         registry.options = registry.patches = None
-        registry.by_environment = False
     while callbacks.uninstall:
         callbacks.uninstall.pop()()
 
