@@ -294,7 +294,7 @@ def test_a_python_group_that_manages_its_members_is_unmanaged(rank):
     only = _Reconfigured(rank, 2)
     dist.Backend.register_backend("python", lambda *_: only, extended_api=True, devices=["cpu"])
     reloadpg.install(backends={"python", "gloo"}, timeout=TIMEOUT)
-    worlds.init(timeout=TIMEOUT)
+    dist.init_process_group("gloo", timeout=TIMEOUT)  # torch looks for the device of a bound one
     assert dist.new_group([0, 1], backend="python") is only
     one_cycle()
     assert only.ended == 0
