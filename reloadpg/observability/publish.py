@@ -34,7 +34,7 @@ from reloadpg.reports import Report, Status
 from reloadpg.settings import STATUS_DIR
 
 from .logs import current_rank, name_rank_in_records
-from .record import VERSION, RankRecord
+from .record import RankRecord
 
 HEARTBEAT_S = 1.0
 _LAST_WRITE_S = 0.5
@@ -89,7 +89,6 @@ class Publisher:
         self._callbacks = ExitStack()
         self._wake = threading.Event()
         self._ended = self._exiting = self._trouble = False
-        self._path: Path | None = None
         self._thread = LibraryThread(target=self._run, name="reloadpg-status", daemon=True)
 
     def start(self) -> None:
@@ -149,7 +148,6 @@ class Publisher:
     def _record(self, rank: int, status: Status) -> RankRecord:
         errors = (status.last_error, *(group.last_error for group in status.groups))
         return RankRecord(
-            version=VERSION,
             rank=rank,
             world_size=status.world_size,
             state=_state(status),
@@ -199,9 +197,6 @@ class Publisher:
             return
         path = self.directory / f"rank-{rank}.json"
         replace_file(path, self._record(rank, status).to_json())
-        if self._path not in (None, path):  # the launcher had given another rank
-            self._path.unlink(missing_ok=True)  # type: ignore[union-attr]
-        self._path = path
 
 
 def _state(status: Status) -> str:
@@ -217,24 +212,19 @@ def _state(status: Status) -> str:
 def replace_file(path: Path, text: str) -> None:
     """Replace a file atomically, even if this process is killed. Local.
 
-    The file, and its directory if that is created, are readable by this user only. A link at that
-    name is replaced, never followed.
+    The file, and its directory if that is created, are readable by this user only. A link is not
+    followed.
 
     Raises:
         OSError: it cannot be written; the old file is unchanged.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    # In a directory that other users can write to, this name may be their link or file.
-    if os.path.lexists(part) and (part.is_symlink() or part.lstat().st_uid != os.geteuid()):
-        part.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    try:
-        with open(os.open(part, flags, 0o600), "w") as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():
-                raise PermissionError(f"{part} belongs to another user; it was not written to")
-            file.write(text)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with open(part, "w", opener=_private) as file:
+        file.write(text)
+    part.replace(path)
+
+
+def _private(path: str, flags: int) -> int:
+    # In a directory that other users can write to, this name may be their link.
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -7,28 +7,18 @@ Imports no torch.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from ..processes import process_table, start_of
 from ..reports import OperationStatus
 
-VERSION = 2
-"""Version of the record's format."""
-
 SILENT_S = 5.0
 """Seconds without an update after which a rank is called silent; it updates each second."""
-
-_LARGEST = 64 << 20
-_LARGEST_JOB = 1 << 20
-_UNREADABLE = (OSError, ValueError, TypeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,6 @@ class RankRecord:
             ``stopped`` or ``silent``, if its reader has found that; otherwise empty.
     """
 
-    version: int
     rank: int
     world_size: int | None
     state: str
@@ -100,47 +89,15 @@ def _absence_of(pid: int, started: str) -> str:
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "")
 
 
-# -- decoding -----------------------------------------------------------------------------------
-
-
 def decoded(text: str) -> RankRecord:
     """Return the record that was written as this text. Pure.
 
     Raises:
-        ValueError, TypeError, OverflowError, RecursionError: it is not a record of a rank.
+        ValueError, TypeError: it is not a record of a rank, or not one of this version.
     """
-    data = _of_type(dict, json.loads(text))
-    if data.get("version") != VERSION:
-        raise ValueError(
-            f"written by another version of reloadpg (format {data.get('version')!r}, not "
-            f"{VERSION}); use the version of the job"
-        )
-    record: RankRecord = _typed(RankRecord, data)
-    return record
-
-
-def _typed(kind: Any, value: Any) -> Any:
-    """Convert a decoded value to the type of a record's field. Unknown fields are omitted."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        given, fields = _of_type(dict, value), _types(kind)
-        return kind(**{name: _typed(fields[name], given[name]) for name in fields if name in given})
-    inner = get_args(kind)
-    if get_origin(kind) is Mapping:
-        return {key: _typed(inner[1], one) for key, one in _of_type(dict, value).items()}
-    if inner:  # or None
-        return None if value is None else _typed(inner[0], value)
-    return float(value) if kind is float and type(value) is int else _of_type(kind, value)
-
-
-@cache
-def _types(of: Any) -> dict[str, Any]:
-    return get_type_hints(of)
-
-
-def _of_type(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{json.dumps(value)[:50]} is not of type {kind.__name__}")
-    return value
+    record = RankRecord(**json.loads(text))
+    running: Any = record.running
+    return replace(record, running=OperationStatus(**running)) if running else record
 
 
 # -- the files of a job -------------------------------------------------------------------------
@@ -176,8 +133,7 @@ class Reading:
     def missing(self) -> list[int]:
         """The ranks of the job without a record."""
         present = {record.rank for record in self.ranks}
-        size = min(self.world_size or 0, _LARGEST_JOB)
-        return [rank for rank in range(size) if rank not in present]
+        return [rank for rank in range(self.world_size or 0) if rank not in present]
 
 
 def read_directory(directory: Path) -> Reading:
@@ -189,11 +145,11 @@ def read_directory(directory: Path) -> Reading:
     latest: dict[int, RankRecord] = {}
     for file in sorted(directory.glob("rank-*.json")):
         try:
-            record = decoded(_own_file(file).decode("utf-8", errors="replace")).looked_up(now)
+            record = decoded(file.read_text()).looked_up(now)
         except FileNotFoundError:
             continue  # the file was removed
-        except _UNREADABLE as error:
-            failures.append(f"{file.name}: {error}")
+        except (OSError, ValueError, TypeError) as error:
+            failures.append(f"{file.name}: not a record of this version of reloadpg: {error}")
         else:
             latest[record.rank] = max(record, latest.get(record.rank, record), key=_time)
     if not latest:
@@ -205,18 +161,3 @@ def read_directory(directory: Path) -> Reading:
 
 def _time(record: RankRecord) -> float:
     return record.time
-
-
-def _own_file(path: Path) -> bytes:
-    """Read a file of this user that is not a link, since others may write to the directory."""
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError("a link, which is not followed") from None
-        raise
-    with open(number, "rb") as file:
-        owner = os.fstat(number).st_uid
-        if owner not in (os.geteuid(), 0) and os.geteuid() != 0:
-            raise ValueError(f"belongs to another user (uid {owner}); it was not read")
-        return file.read(_LARGEST)

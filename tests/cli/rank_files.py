@@ -4,8 +4,6 @@ import json
 import os
 import time
 
-from reloadpg.observability.record import VERSION
-
 
 def running(**values):
     """The operation in progress on a rank."""
@@ -27,7 +25,6 @@ def record(rank, size, **values):
     """One rank's record. Its time is in the future by default, so that its age is always 0 s."""
     installed = values.get("state") != "not installed"
     return {
-        "version": VERSION,
         "rank": rank,
         "world_size": size,
         "state": "live",

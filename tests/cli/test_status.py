@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -189,32 +188,30 @@ def test_a_record_is_read_back_with_its_types():
 
 
 STRANGE = {
-    "half": b'{"version": 2, "rank": 0, "sta',
+    "half": b'{"rank": 0, "sta',
     "list": b"[1, 2]",
-    "no rank": b'{"version": 2}',
+    "no rank": b'{"state": "live"}',
+    "another version": json.dumps(record(0, 2, version=2)).encode(),
     "binary": bytes(range(256)),
-    "deep": b"[" * 100_000,
     "text": json.dumps(record(0, 2, time="now")).encode(),
-    "number": json.dumps(record(0, 2, time=10**400)).encode(),
-    "nested": json.dumps(record(0, 2, running=running(groups={}))).encode(),
 }
 
 
 @pytest.mark.parametrize("content", STRANGE.values(), ids=STRANGE)
 def test_an_unreadable_file_is_named_and_the_others_are_read(tmp_path, content):
-    """Also one whose values have the wrong types."""
     write_rank(tmp_path, 1, 2)
     (tmp_path / "rank-0.json").write_bytes(content)
     reading = read_directory(tmp_path)
     assert [one.rank for one in reading.ranks] == [1]
     assert len(reading.failures) == 1
-    assert reading.failures[0].startswith("rank-0.json: ")
+    assert reading.failures[0].startswith("rank-0.json: not a record of this version of reloadpg: ")
     assert "unreadable  rank-0.json: " in page(JobView(reading))
+    said = messages(JobView(reading))
+    assert said["missing"] == "rank 0 of a job of 2: no readable record"
 
 
-def test_a_record_with_a_strange_world_size_or_time_is_shown():
-    job = view(read(0, 2, time=1e300), read(1, 2, world_size=10**15))
-    assert "live" in page(job)
+def test_a_record_with_a_strange_time_is_shown():
+    assert "live" in page(view(read(0, 2, time=1e300)))
 
 
 def test_records_of_an_earlier_larger_job_are_ignored(tmp_path):
@@ -322,27 +319,3 @@ def test_the_page_follows_a_real_job(tmp_path, monkeypatch):
     assert [one.last_ms["reload"] for one in job.ranks] == pytest.approx(totals)
     assert [one.groups for one in job.ranks] == [2, 2]
     assert messages(job) == {}
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_record_of_another_version_or_user_or_behind_a_link_is_refused(job, tmp_path):
-    """With one line each; the other ranks are shown."""
-    write_rank(job, 0, 4)
-    write_rank(job, 1, 4, version=1)
-    write_rank(job, 2, 4)
-    target = tmp_path / "elsewhere"
-    (job / "rank-2.json").rename(target)
-    (job / "rank-2.json").symlink_to(target)
-    write_rank(job, 3, 4)
-    os.chown(job / "rank-3.json", 12345, 12345)
-    with mock.patch("os.geteuid", return_value=4242):
-        os.chown(job / "rank-0.json", 4242, -1)
-        os.chown(job / "rank-1.json", 4242, -1)
-        reading = read_directory(job)
-    assert [one.rank for one in reading.ranks] == [0]
-    version, link, user = reading.failures
-    assert "rank-1.json: written by another version of reloadpg (format 1, " in version
-    assert link == "rank-2.json: a link, which is not followed"
-    assert user == "rank-3.json: belongs to another user (uid 12345); it was not read"
-    said = messages(JobView(reading))
-    assert said["missing"] == "ranks 1-3 of a job of 4: no readable record"

@@ -307,8 +307,8 @@ def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
-    """With any umask. The target of a link is unchanged."""
+def test_files_are_private_and_links_are_not_followed(tmp_path: Path) -> None:
+    """With any umask."""
     os.umask(0)
     status = tmp_path / "status"
     with publishing(status):
@@ -319,10 +319,12 @@ def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
     assert status.stat().st_mode & 0o777 == 0o700
     target = tmp_path / "target"
     target.write_text("untouched")
-    part = tmp_path / f".file.{os.getpid()}.part"
-    for link in (part, tmp_path / "file"):
-        link.symlink_to(target)
-    publish.replace_file(tmp_path / "file", "new")
+    part, file = tmp_path / f".file.{os.getpid()}.part", tmp_path / "file"
+    part.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        publish.replace_file(file, "new")
+    part.unlink()
+    file.symlink_to(target)
+    publish.replace_file(file, "new")
     assert target.read_text() == "untouched"
-    assert not (tmp_path / "file").is_symlink()
-    assert (tmp_path / "file").read_text() == "new"
+    assert (file.is_symlink(), file.read_text()) == (False, "new")
