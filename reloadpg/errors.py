@@ -45,15 +45,7 @@ class PatchConflictError(ReloadpgError):
 
 
 class UnsupportedTorchError(ReloadpgError):
-    """The installed torch lacks names that reloadpg uses; nothing was changed.
-
-    Attributes:
-        missing: the names, with their modules.
-    """
-
-    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.missing = tuple(missing)
+    """The installed torch lacks names that reloadpg uses; nothing was changed."""
 
 
 class GroupOffloadedError(ReloadpgError):
@@ -97,8 +89,7 @@ class RendezvousTimeoutError(ReloadpgError, TimeoutError):
         phase: the phase in which the ranks waited for each other.
         seconds: the timeout.
         arrived: how many ranks had arrived.
-        missing: the ranks that had not.
-        unknown: the ranks whose state is unknown, since the store did not respond.
+        missing: the ranks that had not; empty if the store did not respond.
     """
 
     def __init__(
@@ -109,14 +100,12 @@ class RendezvousTimeoutError(ReloadpgError, TimeoutError):
         seconds: float = 0.0,
         arrived: int = 0,
         missing: Sequence[int] = (),
-        unknown: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
         self.phase = phase
         self.seconds = seconds
         self.arrived = arrived
         self.missing = tuple(missing)
-        self.unknown = tuple(unknown)
 
 
 class PeerFailedError(ReloadpgError):

@@ -123,28 +123,21 @@ def as_integer(value: object) -> int | None:
 
     None if it is another value, or a bool. Strings of digits are not converted.
     """
-    with suppress(TypeError, ValueError, RuntimeError):
-        if not isinstance(value, bool) and not isinstance(_item(value), bool):
+    with suppress(TypeError):
+        if not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
     return None
 
 
 def as_flag(value: object, name: str, nothing: str = "nothing was started") -> bool:
-    """Convert a bool of Python, NumPy or a tensor.
+    """Check a bool.
 
     Raises:
         InvalidOptionError: another value; a string such as "False" would count as true.
     """
-    with suppress(TypeError, ValueError, RuntimeError):
-        found = value if isinstance(value, bool) else _item(value)
-        if isinstance(found, bool):
-            return found
+    if isinstance(value, bool):
+        return value
     raise InvalidOptionError(f"{name}={value!r} is not True or False; {nothing}. Pass a bool.")
-
-
-def _item(value: object) -> object:
-    """The Python value of a scalar of NumPy or torch; None for other objects."""
-    return value.item() if hasattr(value, "item") else None
 
 
 def as_names(value: object) -> tuple[str, ...] | None:

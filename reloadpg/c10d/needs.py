@@ -279,5 +279,4 @@ def refuse_missing(what: str, capability: str = "core", nothing: str = "changed"
             f"{what}: torch {sys.modules['torch'].__version__} lacks, or has changed, names that "
             f"reloadpg uses: {describe_needs(rows)}. Nothing was {nothing}. Use a version of torch "
             f"from {SEEN[0]} to {SEEN[-1]}, or a reloadpg that was tested with this one.",
-            missing=[need.path for need in rows],
         )

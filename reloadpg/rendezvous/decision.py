@@ -177,7 +177,6 @@ def store_silent(
         phase=phase,
         seconds=seconds,
         arrived=1,
-        unknown=unknown,
     )
 
 
