@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 import reloadpg
-from reloadpg.integrations.megatron import groups, initialize_model_parallel
+from reloadpg.integrations.megatron import initialize_model_parallel
 
 GPU = torch.cuda.is_available()
 WIDTH, ITERATIONS = 16, 3
@@ -44,6 +44,14 @@ class ParallelMLP(nn.Module):
         copied = mappings.copy_to_tensor_model_parallel_region(inputs)
         hidden = torch.relu(copied @ self.first.T)
         return mappings.reduce_from_tensor_model_parallel_region(hidden @ self.second.T)
+
+
+def groups() -> list[dist.ProcessGroup]:
+    """The groups that Megatron holds and this program uses."""
+    return [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+    ]
 
 
 def train(model: ParallelMLP, step: int, device: torch.device) -> float:
@@ -74,12 +82,12 @@ def main() -> None:
         tensor_model_parallel_size=tensor, create_gloo_process_groups=False
     ):
         model = ParallelMLP(device)
-        held = groups()  # by Megatron's short names: tp, pp, dp, ...
+        held = groups()
         for step in range(ITERATIONS):
             with reloadpg.offloaded() as report:
                 pass  # the rollout engine has the memory
             loss = train(model, step, device)
-            same = all(held[name] is group for name, group in groups().items())
+            same = all(one is before for one, before in zip(groups(), held, strict=True))
             if dist.get_rank() == 0:
                 print(
                     f"step {step}: loss {loss:.6f}, {len(report.groups)} groups released, "

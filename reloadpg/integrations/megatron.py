@@ -1,4 +1,4 @@
-"""megatron-core's parallel state with reloadable groups: creation, names and destruction.
+"""megatron-core's parallel state with reloadable groups: creation and destruction.
 
 ``parallel_state.destroy_model_parallel()`` drops most of its groups without destroying them: they
 keep their communicators, stay in c10d's tables, and take part in every later offload and reload.
@@ -7,10 +7,8 @@ The functions here destroy them.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
-from dataclasses import fields
+from contextlib import ExitStack
 from datetime import timedelta
-from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +19,7 @@ from ..environment import barrier
 from ..errors import ReloadpgError
 from . import framework
 
-__all__ = ["ModelParallel", "destroy_model_parallel", "groups", "initialize_model_parallel"]
+__all__ = ["ModelParallel", "destroy_model_parallel", "initialize_model_parallel"]
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -75,30 +73,6 @@ class ModelParallel:
             destroy_model_parallel()
         else:  # the state of the other ranks is unknown
             _destroy(_parallel_state())
-
-
-def groups() -> dict[str, ProcessGroup]:
-    """Return the groups of the parallel state with this rank, by megatron-core's names.
-
-    The names are the fields of its ``ProcessGroupCollection`` (``tp``, ``pp``, ``dp``, ``cp``,
-    ``ep``, ``expt_tp``, ...), with an index if a field holds several groups (``hcp[0]``). One group
-    may have several names. Local; works while the groups are offloaded; empty if the parallel state
-    is not initialized.
-    """
-    state = _parallel_state()
-    if not state.is_initialized():
-        return {}
-    collection = import_module("megatron.core.process_groups_config").ProcessGroupCollection
-    found: dict[str, ProcessGroup] = {}
-    for field in fields(collection):
-        value: Any = None
-        with suppress(AssertionError):  # megatron-core: the group does not exist in this layout
-            value = getattr(collection.use_mpu_process_groups([field.name]), field.name)
-        for index, group in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(group, ProcessGroup):
-                name = f"{field.name}[{index}]" if isinstance(value, list) else field.name
-                found[name] = group
-    return found
 
 
 def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
