@@ -1,8 +1,8 @@
 """Runs an unmodified training script, and offloads and reloads all groups between its steps.
 
-Usage: ``python cycling.py DIRECTORY [--every-step] SCRIPT ARGUMENT...``. It installs the library,
-unless ``RELOADPG_AUTOINSTALL`` has. The cycles run in a hook after optimizer steps, when no
-collective is in flight. The result is written to ``DIRECTORY/cycles.RANK.json``.
+Usage: ``python cycling.py DIRECTORY SCRIPT ARGUMENT...``. It installs the library. A cycle runs in
+a hook after each optimizer step, when no collective is in flight. The result is written to
+``DIRECTORY/cycles.RANK.json``.
 """
 
 from __future__ import annotations
@@ -20,52 +20,35 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import reloadpg
 
-AFTER_STEPS = (2, 4, 5)
 
-
-class Cycles:
-    """A hook that counts optimizer steps, and runs a cycle after three of them, or after each."""
-
-    def __init__(self, every: bool) -> None:
-        self.every = every
-        self.steps = 0
-        self.seen: list[dict[str, Any]] = []
-
-    def __call__(self, *_: Any) -> None:
-        self.steps += 1
-        if not self.every and self.steps not in AFTER_STEPS:
-            return
-        with reloadpg.offloaded() as report:
-            try:
-                dist.all_reduce(torch.ones(1))
-            except RuntimeError as error:
-                refused = type(error).__name__
-            else:
-                refused = ""
-        status = reloadpg.status()
-        self.seen.append(
-            {
-                "released": len(report.groups),
-                "refused": refused,
-                "generation": status.generation,
-                "states": sorted({group.state for group in status.groups}),
-            }
-        )
+def observed() -> dict[str, Any]:
+    """The error of a collective on the default group, and the states of all groups."""
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        refused = type(error).__name__
+    else:
+        refused = ""
+    groups = reloadpg.status().groups
+    return {"refused": refused, "states": sorted({group.state for group in groups})}
 
 
 def main() -> None:
     folder, script, *arguments = sys.argv[1:]
-    every = script == "--every-step"
-    if every:
-        script, *arguments = arguments
-    cycles = Cycles(every)
-    if not reloadpg.is_installed():
-        reloadpg.install(backends={"gloo"}, timeout=60)
-    register_optimizer_step_post_hook(cycles)
-    sys.argv = [script, *arguments]
+    cycles: list[dict[str, Any]] = []
+
+    def cycle(*_: Any) -> None:
+        with reloadpg.offloaded() as report:
+            seen = observed()
+        status = reloadpg.status()
+        after = {"released": len(report.groups), "generation": status.generation}
+        cycles.append({**seen, **after, "state": status.state})
+
+    reloadpg.install(backends={"gloo"}, timeout=60)
+    register_optimizer_step_post_hook(cycle)
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
-    left = {"installed": reloadpg.is_installed(), "steps": cycles.steps, "cycles": cycles.seen}
-    (Path(folder) / f"cycles.{os.environ['RANK']}.json").write_text(json.dumps(left))
+    (Path(folder) / f"cycles.{os.environ['RANK']}.json").write_text(json.dumps(cycles))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from frameworks.cycling import observed
 
 import reloadpg
 
@@ -34,15 +35,8 @@ _seen: list[dict[str, Any]] = []
 
 
 def phase(*_: Any, **__: Any) -> None:
-    """Record the state of the groups during a rollout, and the error of a collective."""
-    try:
-        dist.all_reduce(torch.ones(1))
-    except RuntimeError as error:
-        refused = type(error).__name__
-    else:
-        refused = ""
-    groups = reloadpg.status().groups
-    _seen.append({"refused": refused, "states": sorted({group.state for group in groups})})
+    """Record the states of the groups during a rollout, and the error of a collective."""
+    _seen.append(observed())
 
 
 def leave(package: str, version: str, losses: Any, parameters: Iterable[torch.Tensor]) -> None:
