@@ -31,7 +31,7 @@ from .device import Placement, accelerator, choose_placement, parse_device
 from .launchers import check_group, identify
 from .mesh import build_mesh, checked_seed, resolve_mesh_dims, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
-from .network import interface_in_use, warn_of_loopback
+from .network import interface_in_use, restore_interface, select_interface
 from .store import claim_place, open_store
 from .store_barrier import rendezvous_of
 from .teardown import OwnGroups
@@ -109,8 +109,9 @@ def init_distributed(
     ranks agree through the store on world size, ranks, backend and mesh, so a difference raises on
     all ranks.
 
-    In a job of several hosts, a warning says if the host name resolves to a loopback address, which
-    gloo would publish. No variable is written.
+    In a job of several hosts ``GLOO_SOCKET_IFNAME``, if unset, is set to the interface that routes
+    to the rendezvous address, until the groups are destroyed: by default gloo uses the address of
+    the host name, which can be a loopback address. No other variable is written.
 
     An existing default group is adopted unchanged: ``owned`` is False, and a warning lists the
     requested settings that differ. Without ``mesh_dims``, this is local. A group that contradicts
@@ -182,13 +183,17 @@ def init_distributed(
         placement = choose_placement(backend, device, environment.local_rank)
         used = placement.device
         if environment.world_size > 1:
-            warn_of_loopback(environment)
+            select_interface(environment)
         elif backend is None and sizes is None:
             placement.use()
             if seed is not None:
                 set_seed(seed)
             return DistributedContext(environment, used, None, owned=False, own=own)
-        mesh = bring_up(environment, placement, bind, timeout, init_timeout, sizes, connect)
+        try:
+            mesh = bring_up(environment, placement, bind, timeout, init_timeout, sizes, connect)
+        except BaseException:
+            restore_interface()
+            raise
     context = DistributedContext(environment, used, mesh, world is None, own)
     if seed is not None:
         set_seed(seed, context.mesh)

@@ -6,11 +6,12 @@ Every error names the variable or argument and its value. Does not import torch.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -103,6 +104,22 @@ class DistributedEnvironment:
             "MASTER_PORT": port,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def write_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process in a block. Local. One that has changed since is kept."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if os.environ.get(name) == values[name]:
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _free_port() -> int:

@@ -16,6 +16,7 @@ from weakref import WeakSet
 from ..errors import ReloadpgError
 from ..settings import as_timedelta
 from .launchers import is_initialized
+from .network import restore_interface
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -28,6 +29,8 @@ _ABORT_S = 30.0
 def destroy_distributed() -> None:
     """Destroy the default group and all others, in order, if there are any.
 
+    Also unsets ``GLOO_SOCKET_IFNAME`` if ``init_distributed`` has set it.
+
     Local for CPU groups; collective for an accelerator's communicators. Idempotent; works while
     groups are offloaded. Unlike :func:`process_group_scope`, it does not wait for other ranks.
     """
@@ -35,6 +38,7 @@ def destroy_distributed() -> None:
         import torch.distributed as dist
 
         dist.destroy_process_group()
+    restore_interface()
 
 
 def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGroups:
@@ -208,3 +212,5 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
             f"abort them. End the process."
         )
     task.result()
+    if not is_initialized():
+        restore_interface()

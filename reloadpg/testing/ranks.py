@@ -36,7 +36,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, host_store
+from ..environment.model import (
+    AGENT_STORE,
+    LOOPBACK,
+    DistributedEnvironment,
+    host_store,
+    write_variables,
+)
 from ..errors import ReloadpgError
 from ..settings import as_integer, as_timedelta
 from ..texts import counted
@@ -389,7 +395,7 @@ def _start(connection: Connection, job: RunSpec) -> BaseProcess:
 
     if job.standins and not standin_libraries.enabled():
         # The fork server of this process has been started without them, or will be.
-        with _STARTING, _variables(standin_libraries.preloading()):
+        with _STARTING, write_variables(standin_libraries.preloading()):
             return started("spawn")
     try:
         return started("forkserver")
@@ -398,22 +404,6 @@ def _start(connection: Connection, job: RunSpec) -> BaseProcess:
         # characters ("AF_UNIX path too long"), or if it died while importing torch. A new
         # interpreter imports torch in each run, and reports the error of the import.
         return started("spawn")
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process in a block. One that has changed since is kept."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if os.environ.get(name) == values[name]:
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def _outcome(

@@ -1,43 +1,148 @@
-"""The address that gloo publishes, with a host name in a namespace of the test."""
+"""The interface of gloo: real interfaces, created in a network namespace of the test."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
-import socket
-from dataclasses import replace
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers.in_turn import variables
 
-from reloadpg.environment.launchers import SINGLE
-from reloadpg.environment.network import warn_of_loopback
+import reloadpg
+from reloadpg.environment import network
 
-NEW_HOST_NAME = 0x04000000
-"""CLONE_NEWUTS: a host name of the calling thread, and of those that it starts."""
+ADDRESS = "10.9.0.1"
+# A pair of virtual interfaces: the other end must be up too, or there is no carrier.
+SETUP = (
+    "ip link add eth7 type veth peer name xeth7; ip link set xeth7 up; ip link set eth7 up; "
+    f"ip address add {ADDRESS}/24 dev eth7; ip address add fd00:1::1/64 dev eth7 nodad"
+)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a thread a host name")
-@pytest.mark.ranks(1, env={"GLOO_SOCKET_IFNAME": None})
-def test_a_host_name_that_resolves_to_a_loopback_address_is_a_warning_between_hosts() -> None:
-    """Gloo publishes that address, and ranks of other hosts connect to themselves (failure 38)."""
-    if ctypes.CDLL(None, use_errno=True).unshare(NEW_HOST_NAME):
-        pytest.skip(f"no namespaces here: {os.strerror(ctypes.get_errno())}")
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+def namespaces_missing() -> str:
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "ip (iproute2) or unshare not installed"
+    done = subprocess.run(
+        ["unshare", "-n", "ip", "link", "add", "eth7", "type", "veth"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    return f"no network namespaces here: {done.stderr.strip()}" if done.returncode else ""
+
+
+MISSING = namespaces_missing()
+
+
+NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET: a network namespace of the calling thread, and of those that it starts."""
+
+
+def enter_namespace(rank: int) -> None:
+    """Put both ranks into one new network namespace. Only the loopback interface is up in it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    shared = Path(os.environ["TMPDIR"], "namespace")
+    if rank == 0:
+        assert libc.unshare(NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        shared.with_suffix(".new").write_text(f"/proc/{os.getpid()}/ns/net")
+        shared.with_suffix(".new").rename(shared)
+        return
+    while not shared.exists():
+        time.sleep(0.01)
+    with open(shared.read_text()) as namespace:
+        assert libc.setns(namespace.fileno(), NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+
+
+def bring_up(end: str, look: Callable[[], None]) -> None:
+    """Come up, look, and end like this."""
+    options: dict[str, Any] = {"init_timeout": 60}
+    if end == "failure":
+
+        def create(store: dist.Store, rank: int, size: int, _: object) -> None:
+            look()
+            store.set(f"{rank} has looked", "")  # the first failure ends the others' bring-up
+            store.wait([f"{other} has looked" for other in range(size)], timedelta(minutes=1))
+            raise OSError("no group today")
+
+        dist.Backend.register_backend("broken", create, devices=["cpu"])
+        reloadpg.environment.init_distributed("cpu:broken", **options)
+    context = reloadpg.environment.init_distributed(**options)
+    if end == "destroy":
+        look()
+        reloadpg.environment.barrier("both have looked")
+        reloadpg.environment.destroy_distributed()
+        return
+    with context:
+        look()
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+        if end == "exception":
+            raise ValueError("on all ranks")
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.ranks(1)
+def test_the_interface_that_routes_to_an_address_is_found() -> None:
+    """Also where the host name is a loopback address (failure 38), and by IPv6."""
+    enter_namespace(0)
+    assert network.routing_interface("localhost") is None
+    subprocess.run(["sh", "-ec", SETUP], check=True, capture_output=True)
+    for address, found in {ADDRESS: "eth7", "fd00:1::1": "eth7", "127.0.1.1": None}.items():
+        assert network.routing_interface(address) == found, address
+    subprocess.run(["ip", "route", "add", "default", "dev", "eth7"], check=True)
+    for address in ("127.0.1.1", "no such host"):
+        assert network.routing_interface(address) == "eth7", address
+
+
+HOSTS = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESS}
+ENDS = ("context", "exception", "destroy", "failure", "context")
+BRING_UPS: list[tuple[dict[str, str], tuple[str, ...], dict[str, str]]] = [
+    (HOSTS, ENDS, {"GLOO_SOCKET_IFNAME": "eth7"}),
+    ({**HOSTS, "NCCL_SOCKET_IFNAME": "^lo"}, ENDS[:1], {"GLOO_SOCKET_IFNAME": "eth7"}),
+    ({**HOSTS, "GLOO_SOCKET_IFNAME": "lo"}, ENDS[:1], {}),
+    ({"MASTER_ADDR": ADDRESS}, ENDS[:1], {}),
+]
+"""The launcher's variables, how the job ends, and what is set: for several hosts or one."""
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.ranks(2, store="rank0", env={"GLOO_SOCKET_IFNAME": None})
+def test_gloo_does_not_advertise_a_loopback_address_between_hosts(rank: int) -> None:
+    """On each of two ranks, in one log line (failure 38); a preset variable is kept. Restored
+    however the job ends."""
+    enter_namespace(rank)
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("reloadpg.environment.network").addHandler(handler)
-    hosts = replace(SINGLE, world_size=2)
-    socket.sethostname("localhost")
-    warn_of_loopback(hosts)
-    (warning,) = said
-    assert warning.startswith("the host name localhost resolves to 127.0.0.1")
-    assert "Set GLOO_SOCKET_IFNAME on each host" in warning
-    with variables({"GLOO_SOCKET_IFNAME": "eth0"}):
-        warn_of_loopback(hosts)
-    warn_of_loopback(replace(SINGLE, world_size=2, local_world_size=2))
-    for name in ("192.0.2.7", "absent.invalid"):
-        socket.sethostname(name)
-        warn_of_loopback(hosts)
-    assert len(said) == 1
+    logging.getLogger("reloadpg").setLevel(logging.INFO)
+    between = dist.FileStore(os.path.join(os.environ["TMPDIR"], "between"), 2)
+    if rank == 0:
+        subprocess.run(["sh", "-ec", SETUP], check=True, capture_output=True)
+        between.set("interface", "up")
+    between.wait(["interface"], timedelta(minutes=1))
+    for preset, ends, expected in BRING_UPS:
+        with variables(preset):
+            before = dict(os.environ)
+            for end in ends:
+                inside: dict[str, str] = {}
+                lines.clear()
+                with suppress(ValueError, OSError, reloadpg.PeerFailedError):
+                    bring_up(end, lambda into=inside: into.update(os.environ))
+                assert inside == {**before, **expected}, (preset, end)
+                assert dict(os.environ) == before, (preset, end)
+                assert lines == [f"network: set {k}={v}" for k, v in expected.items()]
