@@ -8,9 +8,87 @@ from pathlib import Path
 
 import pytest
 from helpers import explorer
-from helpers.explorer import SCENARIOS, Explorer, Violation
+from helpers.explorer import FAULTS, Explorer, Scenario, Violation
 
 from reloadpg.rendezvous import protocol
+
+CYCLE = ("offload", "reload", "end")
+SHORT = ("offload", "end")
+OUTCOMES = "failed disagree timeout"
+
+SCENARIOS: dict[str, Scenario] = {
+    "two ranks": Scenario((CYCLE,) * 2, looks=True, polls=True),
+    "three ranks": Scenario((CYCLE,) * 3),
+    "a rank that says something": Scenario((("says", "end"), SHORT, SHORT)),
+    "all say something": Scenario((("says", "end"),) * 2, 1, FAULTS, (1,), OUTCOMES),
+    "a plan that differs": Scenario((CYCLE, CYCLE, ("reload", "end")), outcomes="disagree"),
+    "an interrupt": Scenario(
+        (CYCLE,) * 2, 1, ("interrupt",), (1,), "failed disagree", stays_away=True
+    ),
+    "two interrupts": Scenario((CYCLE,) * 2, 2, ("interrupt",), (0, 1), "failed disagree"),
+    "a lost reply": Scenario((CYCLE,) * 2, 1, ("lost",), (1,), "failed disagree", polls=True),
+    "two lost replies": Scenario((CYCLE,) * 2, 2, ("lost",), (0, 1), "failed disagree"),
+    "a barrier without a plan": Scenario(
+        *((("barrier",) * 3 + ("end",),) * 2, 1, ("lost",), (1,), OUTCOMES), most_errors=4
+    ),
+    "a late request": Scenario((CYCLE,) * 2, 1, ("late",), (1,), "failed disagree"),
+    "an early timeout": Scenario((CYCLE,) * 2, 2, ("timeout",), (0, 1), OUTCOMES, stays_away=True),
+    "a failure": Scenario(
+        (CYCLE,) * 2, 2, ("failure",), (0, 1), "failed", looks=True, stays_away=True
+    ),
+    "a crash": Scenario((SHORT,) * 2, 1, ("crash",), (1,), "timeout"),
+    "a recovery": Scenario((CYCLE, ("recover", "end")), outcomes="recover", looks=True),
+    "a recovery of both": Scenario(
+        *((("offload", "recover", "end"),) * 2, 1, ("interrupt",), (1,)),
+        "failed disagree recover",
+        stays_away=True,
+    ),
+    "a recovery and a lost reply": Scenario(
+        (CYCLE, ("recover", "end")), 1, ("lost",), (0, 1), "failed disagree recover"
+    ),
+    "any two faults": Scenario((SHORT,) * 2, 2, FAULTS, (0, 1), OUTCOMES),
+    "three ranks, any fault": Scenario((SHORT,) * 3, 1, FAULTS, (1, 2), OUTCOMES),
+    "three ranks, a crash": Scenario((SHORT,) * 3, 1, ("crash",), (1,), OUTCOMES),
+    "three ranks, a recovery": Scenario(
+        (SHORT, SHORT, ("recover", "end")), 1, FAULTS, (2,), f"{OUTCOMES} recover"
+    ),
+    "three ranks, a cycle with any fault": Scenario((CYCLE,) * 3, 1, FAULTS, (2,), OUTCOMES),
+    "three ranks, two recoveries": Scenario(
+        (SHORT, ("recover", "end"), ("recover", "end")),
+        1,
+        ("interrupt", "lost"),
+        (2,),
+        f"{OUTCOMES} recover",
+    ),
+    "two faults and a recovery": Scenario(
+        *((SHORT, ("recover", "end")), 2, FAULTS, (0, 1), f"{OUTCOMES} recover"), most_errors=3
+    ),
+    "a late request, and any fault": Scenario(
+        (SHORT,) * 2, 2, ("late", "interrupt", "timeout"), (0, 1), OUTCOMES
+    ),
+    "states, and any fault": Scenario((CYCLE,) * 2, 1, FAULTS, (0, 1), OUTCOMES, states=True),
+    "states, and a recovery": Scenario(
+        *((CYCLE, ("offload", "recover", "end")), 1, FAULTS, (0, 1), f"{OUTCOMES} recover"),
+        states=True,
+    ),
+    "three ranks, names and states": Scenario(
+        (SHORT,) * 3, 1, ("interrupt", "failure", "lost"), (1,), OUTCOMES, states=True
+    ),
+    "a crash that is noticed": Scenario(
+        (SHORT,) * 3, 1, ("crash",), (1,), OUTCOMES, patience=2, watches=True
+    ),
+    "two jobs on one store": Scenario(
+        ((*SHORT, "init", *SHORT),) * 2, 1, ("late", "interrupt"), (0, 1), OUTCOMES, (0, 1)
+    ),
+    "a job that is counted": Scenario((SHORT,) * 2, 1, ("late",), (0, 1), OUTCOMES, (0, 0)),
+    "a rank that has counted fewer jobs": Scenario((SHORT,) * 2, jobs=(0, 2), polls=True),
+    "fewer jobs, and any fault": Scenario(
+        (SHORT,) * 2, 1, FAULTS, (0, 1), OUTCOMES, jobs=(0, 2), polls=True
+    ),
+    "three ranks, of which one has counted fewer jobs": Scenario(
+        (SHORT,) * 3, jobs=(1, 0, 1), polls=True
+    ),
+}
 
 LARGE = {
     "two interrupts",
