@@ -170,7 +170,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
     """It restarts the timeout of ranks that work or have arrived, and in a job of one rank."""
     worked, arrived, over = threading.Event(), threading.Event(), threading.Event()
     together = threading.Barrier(3)
-    job = tcp_job(3, signals_arrival(arrived, 2, at="/3.0"))
+    job = tcp_job(3, signals_arrival(arrived, 2, at="/3"))
     steps, step = 22, 0.25  # 5.5 s of work with a timeout of 5 s
 
     def body(rdv: Rendezvous) -> str:
