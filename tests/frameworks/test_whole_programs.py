@@ -58,6 +58,8 @@ NOTICES = re.compile(
     r"|^ +[~^]+$|site-packages|Warning: |^\s+warnings\.warn"
 )
 """Lines that differ from run to run."""
+PREFIX = re.compile(r"^(\[rank\d\]: ?)?([IWE]\d{4} [\d:.]+ +\d+ )?")
+"""The rank, or the time and the process, before what torch prints."""
 
 
 class Ended(NamedTuple):
@@ -99,7 +101,7 @@ def run(program: Program, folder: Path, *before: object) -> Ended:
 
 def _plain(stderr: str) -> str:
     """What was printed, without the lines of the helper and of torch's notices."""
-    lines = (re.sub(r"^\[rank\d\]: ?", "", line) for line in stderr.splitlines())
+    lines = (re.sub(PREFIX, "", line) for line in stderr.splitlines())
     kept = [line for line in lines if line.strip() and not NOTICES.search(line)]
     return "\n".join(line for line in kept if not line.startswith("    "))
 
