@@ -54,8 +54,8 @@ _BRIEF_S = 0.5
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
 rank. What a hook raises is raised there. The moments are ``before`` this rank arrives; ``waiting``,
-counted there and about to wait, in the thread that asks the store; ``after`` it has read the
-decision; and ``failing``, before it notifies the others of a failure."""
+counted there and about to wait, in the thread that asks the store; and ``after`` it has read the
+decision."""
 
 
 class Interrupted(Exception):  # noqa: N818 - never leaves this package
@@ -608,7 +608,6 @@ class Round:
             the last barrier: the operation is then complete in spite of the error. The first phase
             if this rank cannot enter the operation.
         """
-        self.run_hooks("failing")
         try:
             self._abandon()
             if self.phase and not (self._ended or self.lost):

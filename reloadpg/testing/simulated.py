@@ -740,10 +740,9 @@ def clear_faults() -> None:
 
 
 def _at_barrier(moment: Any, operation: str, phase: str, rank: int) -> None:
-    """A rank reaches a barrier, or fails."""
-    if moment != "failing":
-        name = f"{operation}.{phase}"
-        _device.check("barrier", name, BarrierInfo(name, rank), moment)
+    """A rank reaches a barrier."""
+    name = f"{operation}.{phase}"
+    _device.check("barrier", name, BarrierInfo(name, rank), moment)
 
 
 def _create(received: Any, options: object) -> SimulatedProcessGroup:
