@@ -534,7 +534,8 @@ def p2p_batch(case: Case) -> Any:
 
 
 def gathered_out(case: Case) -> Any:
-    return plain(OPS.all_gather_into_tensor_out(case.own(), case.size, case.name, out=case.flat()))
+    given = case.own(), case.size, case.name
+    return plain(OPS.wait_tensor(OPS.all_gather_into_tensor_out(*given, out=case.flat())))
 
 
 def scattered_out(case: Case) -> Any:
