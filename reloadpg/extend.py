@@ -48,7 +48,7 @@ from .lifecycle.pending import run as run
 from .lifecycle.reload import restore as restore
 from .lifecycle.status import between_operations as between_operations
 from .lifecycle.status import running as running
-from .rendezvous.worker_thread import LibraryThread as LibraryThread
+from .threads import LibraryThread as LibraryThread
 
 is_inherited = registry.is_inherited
 managed_groups = registry.managed

@@ -48,7 +48,7 @@ ONE_WORLD = (
     "rendezvous/test_plan",
     "rendezvous/test_round",
     "rendezvous/test_store_client",
-    "rendezvous/test_worker_thread",
+    "test_threads",
 )
 """Tests without a world, or always with the same one: they do not run in another world again."""
 

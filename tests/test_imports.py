@@ -19,6 +19,7 @@ PACKAGES = (
     "processes",
     "reports",
     "c10d",
+    "threads",
     "groups",
     "rendezvous",
     "lifecycle",

@@ -24,9 +24,9 @@ from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Plan
 from ..rendezvous.round import Rendezvous, Round
-from ..rendezvous.worker_thread import CancelToken
 from ..settings import as_timedelta
 from ..texts import named_ranks
+from ..threads import CancelToken
 from .device import Placement, accelerator, choose_placement, parse_device
 from .launchers import check_group, identify
 from .mesh import build_mesh, checked_seed, resolve_mesh_dims, set_seed

@@ -21,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from ..errors import RendezvousTimeoutError
 from ..rendezvous.store_client import StoreClient
-from ..rendezvous.worker_thread import Deadline, Task
+from ..threads import Deadline, Task
 from .model import DistributedEnvironment
 
 _opened: dict[tuple[int, str, int], tuple[TCPStore, Iterator[int]]] = {}

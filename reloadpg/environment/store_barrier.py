@@ -21,9 +21,9 @@ from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
 from ..lifecycle.job import jobs
 from ..rendezvous.round import Rendezvous
 from ..rendezvous.store_client import StoreClient
-from ..rendezvous.worker_thread import Deadline
 from ..settings import as_timedelta
 from ..texts import named_ranks
+from ..threads import Deadline
 from .launchers import identify
 
 if TYPE_CHECKING:

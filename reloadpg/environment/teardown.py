@@ -202,7 +202,7 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
     if not groups or not is_initialized():
         return
     from ..c10d import backends, tables
-    from ..rendezvous.worker_thread import Task
+    from ..threads import Task
 
     every = tables.world() in groups
     task = Task(backends.abort_all if every else lambda: backends.abort_each(groups), "abort")

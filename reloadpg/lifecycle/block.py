@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import InvalidOptionError
 from ..groups.registry import registry
 from ..groups.sets import SetState, named_sets
-from ..rendezvous.worker_thread import exiting
 from ..reports import Report
+from ..threads import exiting
 from .connect import Connect, validate
 from .job import jobs
 from .offload import release

@@ -16,7 +16,7 @@ from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
-from ..rendezvous.worker_thread import Task
+from ..threads import Task
 from .job import Job, Unfinished
 from .suspend import released_backends
 

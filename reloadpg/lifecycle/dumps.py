@@ -26,7 +26,7 @@ from ..c10d import backends, nccl, needs, stores, tables
 from ..errors import ReloadpgError
 from ..groups.proxy import managed
 from ..groups.registry import registry
-from ..rendezvous.worker_thread import LibraryThread
+from ..threads import LibraryThread
 
 logger = logging.getLogger("reloadpg")
 

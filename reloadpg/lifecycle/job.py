@@ -24,7 +24,7 @@ from ..groups.registry import registry
 from ..groups.sets import SetState
 from ..rendezvous.round import Rendezvous
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Deadline, Task, exiting
+from ..threads import Deadline, Task, exiting
 from .dumps import DumpWatch, watch
 
 if TYPE_CHECKING:

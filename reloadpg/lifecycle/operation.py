@@ -28,9 +28,9 @@ from ..groups.sets import concerns
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan
 from ..rendezvous.round import Interrupted, Round
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import CancelToken, Deadline
 from ..reports import GroupReport, OperationStatus, RankFault, Report, Span
 from ..settings import IS_OFF
+from ..threads import CancelToken, Deadline
 from . import memory
 from .callbacks import Callback, callbacks
 from .destroy import abort

@@ -20,9 +20,9 @@ from typing import Any, Literal, overload
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
 from ..rendezvous.round import Interrupted
-from ..rendezvous.worker_thread import Task, exiting
 from ..reports import Report
 from ..texts import warn
+from ..threads import Task, exiting
 from .callbacks import publish
 from .job import Job
 from .operation import Operation

@@ -13,7 +13,7 @@ from ..c10d import stores, tables
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.proxy import ReloadableProcessGroup
-from ..rendezvous.worker_thread import CancelToken, Deadline
+from ..threads import CancelToken, Deadline
 from .callbacks import callbacks
 from .connect import (
     Connect,

@@ -33,9 +33,9 @@ from ..lifecycle.job import Job, jobs
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
 from ..lifecycle.recreate import rebuild
-from ..rendezvous.worker_thread import Deadline
 from ..reports import RankFault, Report
 from ..settings import as_timedelta
+from ..threads import Deadline
 
 logger = logging.getLogger("reloadpg")
 

@@ -2,15 +2,14 @@
 
 Nothing here uses a collective, since the groups may be released.
 
-=================  ===============================================================================
-``protocol``       the agreement as generators, without I/O; start here
-``round``          an operation on one rank: it performs the commands of the protocol
-``decision``       the decision of a barrier, and the error that each rank raises for it
-``plan``           a rank's plan for an operation, as a value that ranks compare
-``peers``          the ranks on this host: which of them have ended
-``store_client``   separate store clients, with a thread and a timeout for the requests
-``worker_thread``  blocking calls in threads that can be abandoned, and deadlines
-=================  ===============================================================================
+================  ===============================================================================
+``protocol``      the agreement as generators, without I/O; start here
+``round``         an operation on one rank: it performs the commands of the protocol
+``decision``      the decision of a barrier, and the error that each rank raises for it
+``plan``          a rank's plan for an operation, as a value that ranks compare
+``peers``         the ranks on this host: which of them have ended
+``store_client``  separate store clients, with a thread and a timeout for the requests
+================  ===============================================================================
 """
 
 import torch  # noqa: F401 - first: RELOADPG_AUTOINSTALL installs at its end

@@ -23,13 +23,13 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..settings import GRACE
+from ..threads import CancelToken, Deadline, Task, wait_seconds
 from . import protocol
 from .decision import Decision
 from .peers import Peers
 from .plan import Plan
 from .protocol import OK, Ended, GaveUp, Rank, Steps
 from .store_client import Root, StoreClient, append, read
-from .worker_thread import CancelToken, Deadline, Task, wait_seconds
 
 T = TypeVar("T")
 

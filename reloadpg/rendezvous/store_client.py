@@ -17,8 +17,8 @@ from torch.distributed import HashStore, Store
 
 from ..c10d import stores
 from ..errors import ReloadpgError
+from ..threads import Deadline, LibraryThread, Task
 from .decision import store_lost, store_silent
-from .worker_thread import Deadline, LibraryThread, Task
 
 T = TypeVar("T")
 

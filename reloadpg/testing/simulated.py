@@ -52,7 +52,7 @@ from reloadpg.c10d import backends, stores, tables
 from reloadpg.groups import dispatch
 from reloadpg.lifecycle import memory
 from reloadpg.rendezvous.round import barrier_hooks
-from reloadpg.rendezvous.worker_thread import LibraryThread
+from reloadpg.threads import LibraryThread
 
 __all__ = [
     "NAME",

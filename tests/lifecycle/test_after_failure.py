@@ -17,8 +17,8 @@ import reloadpg
 from reloadpg.lifecycle import operation as lifecycle_operation
 from reloadpg.lifecycle.destroy import Releases
 from reloadpg.lifecycle.job import jobs
-from reloadpg.rendezvous.worker_thread import CancelToken
 from reloadpg.testing import simulated
+from reloadpg.threads import CancelToken
 
 
 def fails(call: Callable[[], object], own: type[Exception], rank: int) -> None:

@@ -22,8 +22,8 @@ from helpers.worlds import summed
 
 import reloadpg
 from reloadpg.groups.offloaded import UnderWay
-from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import simulated
+from reloadpg.threads import Task
 
 HANG_S = 120.0
 

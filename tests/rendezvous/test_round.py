@@ -23,8 +23,8 @@ from reloadpg.c10d import stores, tables
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.round import Interrupted, Rendezvous
-from reloadpg.rendezvous.worker_thread import Deadline
 from reloadpg.settings import LOG_WAIT
+from reloadpg.threads import Deadline
 
 pytestmark = pytest.mark.matrix
 

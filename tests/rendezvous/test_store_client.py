@@ -17,8 +17,8 @@ from helpers.watched_store import WatchedStore
 
 import reloadpg
 from reloadpg.rendezvous.store_client import StoreClient
-from reloadpg.rendezvous.worker_thread import Deadline
 from reloadpg.testing import run_ranks
+from reloadpg.threads import Deadline
 
 
 def _stopped_after_the_deadline(rank, world_size):
@@ -103,17 +103,17 @@ import atexit, sys, threading
 left = lambda: [one.name for one in threading.enumerate() if one.name == "reloadpg-store"]
 atexit.register(lambda: print("left", left(), flush=True))  # after those of reloadpg
 import torch.distributed as dist
-from reloadpg.rendezvous import worker_thread
+from reloadpg import threads
 from reloadpg.errors import RendezvousTimeoutError
 from reloadpg.rendezvous.store_client import StoreClient
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 client = StoreClient(lambda: store)
-client.ask(lambda own: own.set("key", "value"), worker_thread.Deadline("connect", 60.0))
+client.ask(lambda own: own.set("key", "value"), threads.Deadline("connect", 60.0))
 print("connected", flush=True)
 sys.stdin.readline()
-worker_thread._EXIT_S = 0.1
+threads._EXIT_S = 0.1
 try:
-    client.ask(lambda own: own.get("key"), worker_thread.Deadline("test", 0.1))
+    client.ask(lambda own: own.get("key"), threads.Deadline("test", 0.1))
 except RendezvousTimeoutError:
     print("silent", left(), flush=True)
 """

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import reloadpg
-from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import run_ranks
+from reloadpg.threads import Task
 
 
 class _Held:
@@ -67,7 +67,7 @@ def test_the_exit_of_the_interpreter_waits_for_running_tasks() -> None:
     """Otherwise a thread would be unwound within a call of the store, which ends the process."""
     program = """
 import atexit, threading, time
-from reloadpg.rendezvous.worker_thread import Task
+from reloadpg.threads import Task
 
 exits = threading.Event()
 
@@ -90,7 +90,7 @@ def test_no_thread_starts_while_the_interpreter_exits() -> None:
     """A background task that starts others is refused, and no thread is joined before its start."""
     program = """
 import threading
-from reloadpg.rendezvous.worker_thread import Task
+from reloadpg.threads import Task
 
 begun = threading.Event()
 

@@ -22,9 +22,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Generic, TypeVar, cast
 
-from ..c10d import devices
-from ..errors import ReloadpgError
-from ..settings import GRACE, LOG_WAIT
+from .c10d import devices
+from .errors import ReloadpgError
+from .settings import GRACE, LOG_WAIT
 
 logger = logging.getLogger("reloadpg")
 
