@@ -37,6 +37,9 @@ SCENARIOS: dict[str, Scenario] = {
         (CYCLE,) * 2, 2, ("failure",), (0, 1), "failed", looks=True, stays_away=True
     ),
     "a crash": Scenario((SHORT,) * 2, 1, ("crash",), (1,), "timeout"),
+    "a difference and a crash": Scenario(
+        (SHORT, SHORT, ("reload", "end")), 1, ("crash",), (1, 2), "disagree timeout"
+    ),
     "a recovery": Scenario((CYCLE, ("recover", "end")), outcomes="recover", looks=True),
     "a recovery of both": Scenario(
         *((("offload", "recover", "end"),) * 2, 1, ("interrupt",), (1,)),
