@@ -215,3 +215,64 @@ def test_layouts_and_values_are_those_of_nvidias_headers(tmp_path: Path) -> None
         subprocess.run(["g++", *flags, *paths, str(source), "-o", program], check=True)
         printed[name] = subprocess.run([program], capture_output=True, text=True).stdout
     assert printed["ours"].splitlines() == printed["theirs"].splitlines()
+
+
+RANKS_AS_THREADS = """
+#include <thread>
+#include <vector>
+#include <abi.h>
+EXPORT cudaError_t cudaSetDevice(int);
+EXPORT cudaError_t cudaDeviceSynchronize();
+EXPORT ncclResult_t ncclCommInitAll(ncclComm_t*, int, const int*);
+EXPORT ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*);
+EXPORT ncclResult_t ncclCommDestroy(ncclComm_t);
+EXPORT ncclResult_t ncclGroupStart();
+EXPORT ncclResult_t ncclGroupEnd();
+EXPORT ncclResult_t ncclAllReduce(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t,
+                                  ncclComm_t, cudaStream_t);
+EXPORT ncclResult_t ncclSend(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t);
+EXPORT ncclResult_t ncclRecv(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t);
+
+constexpr int n = 5;
+ncclComm_t worlds[n];
+float sums[n], received[n];
+
+void run(int rank) {
+  cudaSetDevice(rank);
+  float own = rank + 1;
+  ncclComm_t part;
+  ncclAllReduce(&own, &sums[rank], 1, ncclFloat32, ncclSum, worlds[rank], nullptr);
+  ncclGroupStart();
+  ncclSend(&own, 1, ncclFloat32, (rank + 1) % n, worlds[rank], nullptr);
+  ncclRecv(&received[rank], 1, ncclFloat32, (rank + n - 1) % n, worlds[rank], nullptr);
+  ncclGroupEnd();
+  ncclCommSplit(worlds[rank], 0, n - rank, &part, nullptr);
+  cudaDeviceSynchronize();
+  ncclCommDestroy(part);
+  ncclCommDestroy(worlds[rank]);
+}
+
+int main() {
+  ncclCommInitAll(worlds, n, nullptr);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < n; rank++) ranks.emplace_back(run, rank);
+  for (auto& each : ranks) each.join();
+  int wrong = 0;
+  for (int rank = 0; rank < n; rank++)
+    wrong += sums[rank] != 15 || received[rank] != (rank ? rank : n);
+  return wrong;
+}
+"""
+
+
+def test_memory_is_accessed_at_aligned_addresses(tmp_path: Path) -> None:
+    """Linux delays an atomic access across cache lines: tens of seconds on a loaded machine."""
+    (tmp_path / "ranks.cpp").write_text(RANKS_AS_THREADS)
+    names = ("cuda_runtime.cpp", "cuda_nccl.cpp", "nccl.cpp")
+    sources = [tmp_path / "ranks.cpp", *(SOURCES / name for name in names)]
+    flags = ["-std=c++17", "-pthread", "-DCUDART_MAJOR=13", "-DNCCL_VERSION_CODE=22703"]
+    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", f"-I{SOURCES}"]
+    program = str(tmp_path / "ranks")
+    subprocess.run(["g++", *flags, *sources, "-ldl", "-o", program], check=True, timeout=300)
+    job = {**os.environ, standins.JOB: str(tmp_path)}
+    assert subprocess.run([program], env=job, timeout=60).returncode == 0

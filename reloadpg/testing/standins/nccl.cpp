@@ -111,7 +111,9 @@ struct Channel {  // from one member to another
   size_t bytes;
 };
 
-struct SharedFile {
+// Members and channels follow it, at aligned addresses. Linux delays an atomic access across two
+// cache lines (split_lock_detect): if other threads want the core, it can take tens of seconds.
+struct alignas(Member) SharedFile {
   std::atomic<uint32_t> changes;
   std::atomic<int> size, arrived;
 
@@ -138,6 +140,8 @@ struct SharedFile {
     }
   }
 };
+
+static_assert(alignof(Channel) <= alignof(Member), "channels follow the members");
 
 // False: the process has died, or its memory cannot be read, which is then written to stderr.
 bool read_memory(int process, void* to, const void* from, size_t size) {
