@@ -26,7 +26,7 @@ from ..rendezvous.plan import Plan
 from ..rendezvous.round import Rendezvous, Round
 from ..settings import as_timedelta
 from ..texts import named_ranks
-from ..threads import CancelToken
+from ..threads import CancelToken, Task
 from .device import Placement, accelerator, choose_placement, parse_device
 from .launchers import check_group, identify
 from .mesh import build_mesh, checked_seed, resolve_mesh_dims, set_seed
@@ -297,13 +297,14 @@ class _Creation:
         settings = {"backend": self.backend, "mesh_dims": mesh_dims, "connect": self.connect}
         round_.agree("agree", Plan("init_distributed", settings))
         made: list[DeviceMesh | None] = []
+        wanted = CancelToken()
 
-        def run(token: CancelToken, _: int) -> None:
+        def create() -> None:
             try:
                 if first is not None:
                     first()
-                if not token.cancelled:
-                    made.append(self._create_mesh(token))
+                if not wanted.cancelled:
+                    made.append(self._create_mesh(wanted))
             except ReloadpgError:
                 raise
             except RuntimeError as error:
@@ -315,14 +316,16 @@ class _Creation:
                     f"that is."
                 ) from error
             finally:
-                if token.cancelled:  # the caller has raised and does not own later groups
+                if wanted.cancelled:  # the caller has raised and does not own later groups
                     self.own.abort()
 
         try:
             with round_:
-                round_.run("connected", run, lambda: f"{self.at} over {interface_in_use()}")
+                task = Task(create, "init_distributed")
+                round_.watch([task], wanted, lambda: f"{self.at} over {interface_in_use()}")
                 round_.barrier("connected")
         except BaseException:
+            wanted.cancel()  # also if the wait for the thread has not begun
             self.own.abort()
             raise
         return made[0]

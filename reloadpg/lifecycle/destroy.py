@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -16,17 +16,14 @@ from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
-from ..threads import Task
+from ..threads import CancelToken, Task
 from .job import Job, Unfinished
 from .suspend import released_backends
-
-if TYPE_CHECKING:
-    from .operation import Worker
 
 
 @dataclass
 class Releases:
-    """The communicators that one offload destroys.
+    """The communicators that one offload destroys: the action of its threads.
 
     Where communicators may share a lock, each is destroyed in an NCCL group call: NCCL destroys at
     the end of the call, when torch holds no lock (:mod:`reloadpg.c10d.nccl`).
@@ -38,36 +35,38 @@ class Releases:
     job: Job
     released: dict[str, weakref.ref[Any]] = field(default_factory=dict)
 
-    def destroy(self, worker: Worker) -> None:
-        """Destroy the communicators of live groups. Blocking; the loop of a thread."""
-        for group in worker:
-            with worker.token as wanted:
-                if not wanted:
-                    return
-                inner = group.communicator
-                parts = parts_of(inner, group.construction)
-                monitored = backends.monitored_backends(inner)
-                locks = nccl.shares_lock(released_backends(inner, group.construction))
-                entry = self.job.doomed[group] = repr(group), parts
-                # Detached first: a collective of another thread must find the placeholder, and not
-                # a communicator that is being destroyed.
-                group.detach()
-            if group.has_hooks:
-                backends.await_hooks(inner)
-            # An abort of this engine waits for the lock that its destroy holds, and then uses the
-            # communicator that was destroyed. The destroy ends when the peers abort theirs.
-            if locks:
-                self.job.doomed.pop(group, None)
-            try:
-                _end(parts, locks)
-            except BaseException:
-                self.job.doomed[group] = entry
-                raise
+    def destroy(self, group: ManagedGroup, wanted: CancelToken, _: int) -> None:
+        """Destroy the communicator of a live group. Blocking, collective over its members."""
+        let_go(self._destroy(group, wanted), aborted=False)
+
+    def _destroy(self, group: ManagedGroup, wanted: CancelToken) -> list[Any]:
+        """Destroy it, and return the backends that another thread is to drop."""
+        with wanted as is_wanted:
+            if not is_wanted:
+                return []
+            inner = group.communicator
+            parts = parts_of(inner, group.construction)
+            monitored = backends.monitored_backends(inner)
+            locks = nccl.shares_lock(released_backends(inner, group.construction))
+            entry = self.job.doomed[group] = repr(group), parts
+            # Detached first: a collective of another thread must find the placeholder, and not
+            # a communicator that is being destroyed.
+            group.detach()
+        if group.has_hooks:
+            backends.await_hooks(inner)
+        # An abort of this engine waits for the lock that its destroy holds, and then uses the
+        # communicator that was destroyed. The destroy ends when the peers abort theirs.
+        if locks:
             self.job.doomed.pop(group, None)
-            if not group.construction.is_mixed:
-                self.released[repr(group)] = weakref.ref(inner)
-            del inner, parts, entry  # the loop must not hold it any longer
-            let_go(monitored, aborted=False)
+        try:
+            _end(parts, locks)
+        except BaseException:
+            self.job.doomed[group] = entry
+            raise
+        self.job.doomed.pop(group, None)
+        if not group.construction.is_mixed:
+            self.released[repr(group)] = weakref.ref(inner)
+        return monitored
 
     def held(self) -> list[str]:
         """Warn of groups whose objects created by torch are still referenced. Local."""

@@ -30,7 +30,7 @@ from ..rendezvous.round import Interrupted, Round
 from ..rendezvous.store_client import StorePool
 from ..reports import GroupReport, OperationStatus, RankFault, Report, Span
 from ..settings import IS_OFF
-from ..threads import CancelToken, Deadline
+from ..threads import CancelToken, Deadline, Task
 from . import memory
 from .callbacks import Callback, callbacks
 from .destroy import abort
@@ -39,6 +39,10 @@ from .status import not_reloadable, nothing_released
 from .suspend import planned
 
 logger = logging.getLogger("reloadpg")
+
+Action = Callable[[ManagedGroup, CancelToken, int], object]
+"""What a thread does with a group. It has the token of its results, which are committed only while
+they are wanted, and the number of its thread."""
 
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
@@ -122,7 +126,7 @@ class Operation:
         self._round: Round | None = None
         self._interrupt: BaseException | None = None
         self._committed = False
-        self._current: dict[int, str] = {}
+        self._busy: dict[int, str] = {}  # the group that each thread processes
         self._took: dict[ManagedGroup, float] = {}  # milliseconds
         self._to_do = 0
         self._reserved: list[ManagedGroup] = []
@@ -249,9 +253,6 @@ class Operation:
         # would disagree in every later attempt.
         for group, generation in self._generations.items():
             group.generation = generation
-        creates = self.name != "offload"
-        for index, task in self._round.unfinished if self._round is not None else ():
-            job.unfinished.append(Unfinished(self.doing(index), task, creates))
         # A recovery replaces all backends: some ranks may already have the new ones, and others
         # not.
         groups, whole = list(reversed(self.groups)), self.name == "recover"
@@ -404,32 +405,29 @@ class Operation:
             self.do(wait, f"waiting for communicators that are still being destroyed: {names}")
 
     def do(self, work: Callable[[], object], doing: str) -> None:
-        """Run blocking work before the next barrier; see :meth:`Round.run`."""
+        """Run blocking work before the next barrier, in a thread; see :meth:`Round.watch`."""
         with self._activity(doing):
-            self.round.run(self.round.phase, lambda token, index: work(), lambda: doing)
+            self.round.watch([Task(work, self.name)], CancelToken(), lambda: doing)
 
     def over(
-        self,
-        groups: Sequence[ManagedGroup],
-        loop: Callable[[Worker], object],
-        parallelism: int | None = None,
+        self, groups: Sequence[ManagedGroup], action: Action, parallelism: int | None = None
     ) -> None:
         """Process groups in parallel, in this order, before the next barrier.
 
-        ``loop`` is the body of each thread: ``for group in worker: ...``. The worker yields the
-        next group that no thread has taken. All ranks share one order, so all members of the first
-        unfinished group of the job are working on it, and no topology can deadlock, provided that a
-        thread that waits for peers holds no lock that another needs (:mod:`reloadpg.c10d.nccl`).
-        The default group is processed alone. Groups that users rebuild, and by default those of a
-        backend whose locks are unknown, are processed one after the other.
+        Each thread takes the next group that no thread has taken. All ranks share one order, so all
+        members of the first unfinished group of the job are working on it, and no topology can
+        deadlock, provided that a thread that waits for peers holds no lock that another needs
+        (:mod:`reloadpg.c10d.nccl`). The default group is processed alone. Groups that users
+        rebuild, and by default those of a backend whose locks are unknown, are processed one after
+        the other.
 
         Args:
             groups: in the order that all ranks share.
-            loop: called in each thread.
+            action: what to do with a group.
             parallelism: number of threads of this step; None for that of the installation.
 
         Raises:
-            ReleaseError, RebuildError: the loop raised on this rank; the cause is chained.
+            ReleaseError, RebuildError: the action raised on this rank; the cause is chained.
         """
         if groups:
             self._took, self._to_do = {}, len(groups)
@@ -440,36 +438,55 @@ class Operation:
                 and any(nccl.needs_one_thread(g.construction.released.values()) for g in together)
             )
             most = 1 if alone else parallelism or self.options.threads
-            work = partial(self._work, loop, deque(together))
             with self.timed("groups"):
-                self.round.run(self.round.phase, work, self.doing, min(most, len(together)))
+                self._process(deque(together), action, min(most, len(together)))
         for group in groups:
             if group.name not in self.reports:  # a group is first resumed and then connected
                 self.reports[group.name] = self._group_report(group, self._took[group])
 
-    def _work(
-        self,
-        loop: Callable[[Worker], object],
-        left: deque[ManagedGroup],
-        token: CancelToken,
-        index: int,
-    ) -> None:
-        worker = Worker(self, left, token, index)
-        try:
-            loop(worker)
-        except Exception as cause:
-            failure = ReleaseError if self.name == "offload" else RebuildError
-            text = (
-                f"{self.name} failed at {worker.group!r} on rank {self.world.rank()}: "
-                f"{type(cause).__name__}: {cause}"
-            )
-            if failure is RebuildError and worker.group and worker.group.construction.rebuild:
-                text += f". {_OUTSIDE}"
-            raise failure(text) from cause
+    def _process(self, left: deque[ManagedGroup], action: Action, threads: int) -> None:
+        """Process groups in some threads; those that are abandoned are recorded in the job."""
+        wanted, busy, took, round_ = CancelToken(), self._busy, self._took, self.round
 
-    def doing(self, index: int = -1) -> str:
-        """The group that a thread processes, otherwise those of all threads, for messages."""
-        return self._current.get(index, ", ".join(self._current.values()))
+        def loop(index: int) -> None:
+            while not wanted.cancelled:
+                try:
+                    group = left.popleft()
+                except IndexError:  # none is left
+                    return
+                busy[index], begun = repr(group), time.perf_counter()
+                try:
+                    action(group, wanted, index)
+                except Exception as cause:
+                    raise self._failure(group, cause) from cause
+                finally:
+                    del busy[index]
+                took[group] = (time.perf_counter() - begun) * 1e3
+                round_.advance()
+
+        tasks: list[Task[object]] = []
+        try:
+            for index in range(threads):
+                tasks.append(Task(partial(loop, index), self.name))
+            round_.watch(tasks, wanted, self.doing)
+        finally:
+            wanted.cancel()  # also if a thread could not be started
+            creates = self.name != "offload"
+            for index, group in list(busy.items()):
+                self._known.unfinished.append(Unfinished(group, tasks[index], creates))
+
+    def _failure(self, group: ManagedGroup, cause: Exception) -> ReloadpgError:
+        text = (
+            f"{self.name} failed at {group!r} on rank {self.world.rank()}: "
+            f"{type(cause).__name__}: {cause}"
+        )
+        if self.name == "offload":
+            return ReleaseError(text)
+        return RebuildError(f"{text}. {_OUTSIDE}" if group.construction.rebuild else text)
+
+    def doing(self) -> str:
+        """The groups that the threads process, for messages."""
+        return ", ".join(self._busy.values())
 
     # -- callbacks --------------------------------------------------------------------------
 
@@ -609,39 +626,3 @@ class Operation:
             faults=self.faults,
             sets=self._shown_sets,
         )
-
-
-class Worker:
-    """One thread of :meth:`Operation.over`: an iterator over the groups that it takes.
-
-    Attributes:
-        token: whether the results of the thread are still wanted.
-        index: number of the thread.
-        group: the group that it took last.
-    """
-
-    def __init__(
-        self,
-        op: Operation,
-        left: deque[ManagedGroup],
-        token: CancelToken,
-        index: int,
-    ) -> None:
-        self._left, self._current = left, op._current
-        self._took, self._round = op._took, op.round  # an abandoned thread writes to no later ones
-        self.token, self.index = token, index
-        self.group: ManagedGroup | None = None
-
-    def __iter__(self) -> Iterator[ManagedGroup]:
-        """Take groups until none is left, or the operation has ended."""
-        while self._left and not self.token.cancelled:
-            try:
-                group = self.group = self._left.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            self._current[self.index] = repr(group)
-            begun = time.perf_counter()
-            yield group
-            self._took[group] = (time.perf_counter() - begun) * 1e3
-            self._current.pop(self.index, None)
-            self._round.advance()

@@ -24,7 +24,7 @@ from .connect import (
 )
 from .destroy import abort_communicator, discard
 from .job import Job
-from .operation import Operation, Worker
+from .operation import Operation
 
 _ASK_S = 0.1
 """Seconds after which a thread that waits for another one checks whether it was abandoned."""
@@ -61,7 +61,7 @@ def rebuild(
 
 
 class Rebuilds:
-    """The communicators that one reload or recovery creates: the loops of its threads."""
+    """The communicators that one reload or recovery creates: the actions of its threads."""
 
     def __init__(
         self, op: Operation, job: Job, gone: Sequence[ManagedGroup], connect: Connect
@@ -85,39 +85,36 @@ class Rebuilds:
                     self._before[group] = last[id(options)]
                 last[id(options)] = self._created[group]
 
-    def create(self, worker: Worker) -> None:
-        """Replay the creation of groups without a communicator, and connect them if wanted."""
-        for group in worker:
-            if group.communicator is None:
-                before = self._before.get(group)
-                while before is not None and not before.wait(_ASK_S):
-                    if worker.token.cancelled:  # the other creation may never return
-                        return
-                construction, name = group.construction, self._names[group]
-                store = self._store(worker.index, construction)
-                # A user's function may give its group the old name. Torch must not count a new
-                # generation: groups that other threads create here would get other names than on
-                # the other ranks.
-                handed_over = construction.is_handed_over
-                freed = tables.name_freed(group.proxy) if handed_over else nullcontext()
-                try:
-                    if worker.token.cancelled:  # the name and the client are of an ended one
-                        return
-                    with tables.Unseen(), freed:
-                        whole = group.kept is None  # a recovery also aborts the kept backends
-                        inner = construction.replay(name, store, group.device, whole=whole)
-                finally:
-                    self._created[group].set()
-                self._commit(group, inner, worker.token)
-                del inner  # the loop must not hold it any longer
-            if self._connect != "none" and not worker.token.cancelled and connects_alone(group):
-                # In this thread: only it uses the store client of the communicator.
-                self._connect_alone(group, worker.token)
+    def create(self, group: ManagedGroup, wanted: CancelToken, index: int) -> None:
+        """Replay the creation of a group without a communicator, and connect it if wanted."""
+        if group.communicator is None:
+            before = self._before.get(group)
+            while before is not None and not before.wait(_ASK_S):
+                if wanted.cancelled:  # the other creation may never return
+                    return
+            construction, name = group.construction, self._names[group]
+            store = self._store(index, construction)
+            # A user's function may give its group the old name. Torch must not count a new
+            # generation: groups that other threads create here would get other names than on the
+            # other ranks.
+            handed_over = construction.is_handed_over
+            freed = tables.name_freed(group.proxy) if handed_over else nullcontext()
+            try:
+                if wanted.cancelled:  # the name and the client are of an ended operation
+                    return
+                with tables.Unseen(), freed:
+                    whole = group.kept is None  # a recovery also aborts the kept backends
+                    inner = construction.replay(name, store, group.device, whole=whole)
+            finally:
+                self._created[group].set()
+            self._commit(group, inner, wanted)
+        if self._connect != "none" and not wanted.cancelled and connects_alone(group):
+            # In this thread: only it uses the store client of the communicator.
+            self._connect_alone(group, wanted)
 
-    def check(self, worker: Worker) -> None:
-        """Connect groups by a small all-reduce, and for ``canary`` check its sum."""
-        for group in worker:
-            check_group(group, self._connect)
+    def check(self, group: ManagedGroup, *_: object) -> None:
+        """Connect a group by a small all-reduce, and for ``canary`` check its sum."""
+        check_group(group, self._connect)
 
     def _store(self, index: int, construction: Construction) -> Store:
         """The store that a thread uses to create a group. Blocking until connected."""
@@ -125,7 +122,7 @@ class Rebuilds:
         store = stores.root_store(world) if self._clients is None else self._clients.get(index)
         return store if construction.is_world else PrefixStore(f"{tables.name_of(world)}/", store)
 
-    def _commit(self, group: ManagedGroup, inner: ProcessGroup, token: CancelToken) -> None:
+    def _commit(self, group: ManagedGroup, inner: ProcessGroup, wanted: CancelToken) -> None:
         """Make a generation the live one; discard it if the operation has ended."""
         if group.construction.is_handed_over and (
             not isinstance(inner, ProcessGroup)
@@ -136,18 +133,18 @@ class Rebuilds:
                 f"the rebuild function given to register_group() returned {inner!r}; it must "
                 "return the group that it has created"
             )
-        with token as wanted:
-            if wanted:
+        with wanted as is_wanted:
+            if is_wanted:
                 group.attach(inner, self._op.generation)
                 group.history.strategy = "recreate"
-        if not wanted:
+        if not is_wanted:
             # The destruction makes other members fail, so they are notified of the reason first.
             self._op.round.notified.wait()
             discard(inner)
 
-    def _connect_alone(self, group: ManagedGroup, token: CancelToken) -> None:
+    def _connect_alone(self, group: ManagedGroup, wanted: CancelToken) -> None:
         backend = connect_group(group)
-        if token.cancelled:
+        if wanted.cancelled:
             # ``ProcessGroupNCCL`` had no communicator yet when it was aborted, and would keep
             # the one that it has got since (torch 2.8.0 to 2.15.0 over stand-ins for NCCL).
             self._op.round.notified.wait()  # as in `_commit`

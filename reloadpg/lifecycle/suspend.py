@@ -12,8 +12,8 @@ for any group, and all ranks recreate all groups of that operation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -26,12 +26,10 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..rendezvous.plan import SHUT_DOWN
 from ..texts import counted, mebibytes
+from ..threads import CancelToken
 from . import memory
 from .callbacks import callbacks
 from .job import Job
-
-if TYPE_CHECKING:
-    from .operation import Worker
 
 _LEAST_SHARE = 0.25
 """Share of the reported bytes that a suspend must give back; other processes may allocate too."""
@@ -45,29 +43,28 @@ def released_backends(inner: ProcessGroup, construction: Construction) -> list[A
     return list({id(backend): backend for backend in backends.values()}.values())
 
 
-def suspend(worker: Worker) -> None:
-    """Suspend live groups. Blocking, collective over their members; the loop of a thread."""
-    for group in worker:
-        with worker.token as wanted:
-            if not wanted:
-                return
-            inner = group.suspend()
-        if group.history.strategy == "suspend":
-            with devices.current(devices.index_for(group.proxy)):
-                for backend in released_backends(inner, group.construction):
-                    nccl.suspend_backend(backend)
+def suspend(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
+    """Suspend a live group. Blocking, collective over its members."""
+    with wanted as is_wanted:
+        if not is_wanted:
+            return
+        inner = group.suspend()
+    _each_backend(group, inner, nccl.suspend_backend)
 
 
-def resume(worker: Worker) -> None:
-    """Resume suspended groups. Blocking, collective over their members; the loop of a thread."""
-    for group in worker:
-        if group.history.strategy == "suspend":
-            with devices.current(devices.index_for(group.proxy)):
-                for backend in released_backends(group.communicator, group.construction):
-                    nccl.resume_backend(backend)
-        with worker.token as wanted:
-            if wanted:
-                group.resume()
+def resume(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
+    """Resume a suspended group. Blocking, collective over its members."""
+    _each_backend(group, group.communicator, nccl.resume_backend)
+    with wanted as is_wanted:
+        if is_wanted:
+            group.resume()
+
+
+def _each_backend(group: ManagedGroup, inner: ProcessGroup, act: Callable[[Any], object]) -> None:
+    if group.history.strategy == "suspend":
+        with devices.current(devices.index_for(group.proxy)):
+            for backend in released_backends(inner, group.construction):
+                act(backend)
 
 
 def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:

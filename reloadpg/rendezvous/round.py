@@ -352,7 +352,6 @@ class Round:
     Attributes:
         operation: its name, for messages.
         seconds: the timeout of each wait.
-        unfinished: abandoned tasks that were still running, with the numbers of their threads.
         decision: the decision that ended the operation early; None before that.
         since: Unix time at which this rank arrived at the next barrier, or began its work before
             it.
@@ -370,10 +369,8 @@ class Round:
         self._phases, self._passed = tuple(phases), 0
         self._ended = self._counted = self._complete = self.lost = False
         self._advanced = 0
-        self._work: tuple[CancelToken, list[Task[object]]] | None = None
         self.operation = operation
         self.seconds = seconds
-        self.unfinished: list[tuple[int, Task[object]]] = []
         self.decision: Decision | None = None
         self.since = time.time()
         self.waiting = False
@@ -508,68 +505,54 @@ class Round:
         self.decision = Decision("disagree", self._rendezvous.rank, text)
         raise self._error()
 
-    def run(
-        self,
-        phase: str,
-        work: Callable[[CancelToken, int], object],
-        doing: Callable[[], str],
-        threads: int = 1,
+    def watch(
+        self, tasks: Sequence[Task[Any]], wanted: CancelToken, doing: Callable[[], str]
     ) -> None:
-        """Do this rank's work before a barrier, while polling for failures of other ranks.
+        """Wait for this rank's work before the next barrier, and poll for failures of other ranks.
 
         Args:
-            phase: the barrier after the work.
-            work: called in each thread with the thread's number; abandoned if this method raises.
-                It calls :meth:`advance` after progress.
+            tasks: the work, which calls :meth:`advance` after progress.
+            wanted: the token of its results, cancelled at the end: before the other ranks are
+                notified of an error.
             doing: returns the current step of the work, for messages.
-            threads: number of threads.
 
         Raises:
             PeerFailedError: another rank failed during the work.
             RendezvousTimeoutError: neither the work nor any other rank made progress for the
                 timeout.
         """
-        rendezvous, deadline = self._rendezvous, Deadline(self.operation, self.seconds, phase)
-        token = CancelToken()
-        tasks: list[Task[object]] = []
-        self._work = token, tasks
         try:
-            for index in range(threads):
-                tasks.append(Task(partial(work, token, index), self.operation))
-            # Most work ends immediately, without a request to the store.
-            pause, seen = min(0.2, self.seconds), self._advanced
-            while True:
-                # The process may have been stopped in this pause: that time does not count.
-                with deadline.pause(pause) as seconds:
-                    if _all_ended(tasks, seconds, self.interrupted):
-                        return
-                pause, before, seen = rendezvous.pause_s, seen, self._advanced
-                if seen != before:
-                    deadline.extend()
-                self.check()  # the work may wait for a process that has ended
-                if self._ended:
-                    raise self._error()
-                if not rendezvous.alone:
-                    rendezvous.drive(self._rank.look(), deadline, self)
-                    rendezvous.extend(deadline, seen - before)
-                deadline.log(doing)
-                # Progress since the last look restarts the timeout in the next pass.
-                if deadline.left == 0 and self._advanced == seen:
-                    raise GaveUp(Decision("timeout", rendezvous.rank))
+            try:
+                self._poll(tasks, doing)
+            finally:
+                wanted.cancel()
         except (Ended, GaveUp) as error:
-            self._abandon()
             self._leave(error, doing())
             raise self._error() from None
-        finally:
-            self._abandon()  # after an error of a thread, or of a signal handler
 
-    def _abandon(self) -> None:
-        """Abandon the work that has not ended. Idempotent."""
-        if self._work is not None:
-            (token, tasks), self._work = self._work, None
-            token.cancel()
-            # No thread changes a group from here on: a result is committed while the token is held.
-            self.unfinished += [(n, task) for n, task in enumerate(tasks) if not task.ended]
+    def _poll(self, tasks: Sequence[Task[Any]], doing: Callable[[], str]) -> None:
+        """Return when all tasks have ended; raise if one of them or another rank fails."""
+        rendezvous, deadline = self._rendezvous, self._deadline()
+        # Most work ends immediately, without a request to the store.
+        pause, seen = min(0.2, self.seconds), self._advanced
+        while True:
+            # The process may have been stopped in this pause: that time does not count.
+            with deadline.pause(pause) as seconds:
+                if _all_ended(tasks, seconds, self.interrupted):
+                    return
+            pause, before, seen = rendezvous.pause_s, seen, self._advanced
+            if seen != before:
+                deadline.extend()
+            self.check()  # the work may wait for a process that has ended
+            if self._ended:
+                raise self._error()
+            if not rendezvous.alone:
+                rendezvous.drive(self._rank.look(), deadline, self)
+                rendezvous.extend(deadline, seen - before)
+            deadline.log(doing)
+            # Progress since the last look restarts the timeout in the next pass.
+            if deadline.left == 0 and self._advanced == seen:
+                raise GaveUp(Decision("timeout", rendezvous.rank))
 
     def advance(self) -> None:
         """Count progress of this rank. Local, from any thread."""
@@ -609,7 +592,6 @@ class Round:
             if this rank cannot enter the operation.
         """
         try:
-            self._abandon()
             if self.phase and not (self._ended or self.lost):
                 self._notify(error)
             return self.supposed_end
@@ -695,7 +677,7 @@ class Round:
         return decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
 
 
-def _all_ended(tasks: Sequence[Task[object]], seconds: float, interrupted: threading.Event) -> bool:
+def _all_ended(tasks: Sequence[Task[Any]], seconds: float, interrupted: threading.Event) -> bool:
     """Wait for at most this many seconds; return whether all have ended. Raises their errors."""
     end = time.monotonic() + seconds
     while True:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reloadpg.rendezvous.plan import Plan
-from reloadpg.rendezvous.round import Rendezvous
+from reloadpg.rendezvous.round import Rendezvous, Round
+from reloadpg.threads import CancelToken, Task
 
 FAR = 600.0
 """A timeout that no rank reaches, in seconds."""
@@ -43,10 +44,16 @@ class Job:
         return [results[rank] for rank in chosen]
 
 
+def work(round_: Round, function: Callable[[], object], wanted: CancelToken | None = None) -> None:
+    """Call a function in a thread before the next barrier."""
+    task: Task[object] = Task(function, "work")
+    round_.watch([task], wanted or CancelToken(), lambda: "a group")
+
+
 def two_barriers(rdv: Rendezvous) -> str:
     """One operation: agreement, work, and a second barrier."""
     round_ = rdv.open("offload", ("enter", "released"), FAR)
     round_.agree("enter", PLAN)
-    round_.run("released", lambda *_: None, lambda: "nothing")
+    work(round_, lambda: None)
     round_.barrier("released")
     return "passed"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -87,17 +86,11 @@ def test_a_group_whose_creation_ends_after_the_timeout_is_discarded(rank: int) -
 @pytest.mark.ranks(2)
 def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
     """Its thread may reach the group after the operation has failed."""
-    job = Job(subgroups=[(0, 1)])
-
-    class LateWorker:
-        token = CancelToken()
-
-        def __iter__(self) -> Iterator[Any]:
-            self.token.cancel()
-            yield job.groups["g0"]
-
-    worker: Any = LateWorker()
-    Releases(jobs.current("test")).destroy(worker)
+    job, current = Job(subgroups=[(0, 1)]), jobs.current("test")
+    assert current is not None
+    wanted = CancelToken()
+    wanted.cancel()
+    Releases(current).destroy(job.groups["g0"]._managed, wanted, 0)
     job.assert_live()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.rank_threads import FAR, PLAN, SOON, Job, two_barriers
+from helpers.rank_threads import FAR, PLAN, SOON, Job, two_barriers, work
 from helpers.watched_store import Watch, WatchedStore
 from helpers.worlds import SILENCE
 from torch.distributed import FileStore, HashStore, Store, TCPStore
@@ -24,7 +24,7 @@ from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutErr
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.round import Interrupted, Rendezvous
 from reloadpg.settings import LOG_WAIT
-from reloadpg.threads import Deadline
+from reloadpg.threads import CancelToken, Deadline
 
 pytestmark = pytest.mark.matrix
 
@@ -145,11 +145,13 @@ def test_work_that_ends_after_its_operation_is_not_committed(end: str) -> None:
     """The operation times out, or its caller tells it to end."""
     release, ended, begun, committed = *(threading.Event() for _ in range(3)), []
 
-    def work(token: Any, _: int) -> None:
+    wanted = CancelToken()
+
+    def commit() -> None:
         begun.set()
         release.wait(SOON)
-        with token as wanted:
-            committed.append(wanted)
+        with wanted as is_wanted:
+            committed.append(is_wanted)
         ended.set()
 
     timeout, error = (0.3, RendezvousTimeoutError) if end == "timeout" else (FAR, Interrupted)
@@ -157,7 +159,7 @@ def test_work_that_ends_after_its_operation_is_not_committed(end: str) -> None:
     if end == "interrupt":
         threading.Thread(target=lambda: begun.wait(SOON) and round_.interrupt()).start()
     with pytest.raises(error) as caught:
-        round_.run("rebuilt", work, lambda: "a group")
+        work(round_, commit, wanted)
     round_.fail(caught.value)
     release.set()
     assert ended.wait(SOON)
@@ -177,7 +179,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
         rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
         round_ = rdv.open("reload", ("rebuilt",), 5.0)
 
-        def work(token: Any, _: int) -> None:
+        def progress() -> None:
             if rdv.rank == 0:
                 for _ in range(steps):
                     time.sleep(step)
@@ -187,7 +189,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
                 worked.wait(SOON)  # longer than the timeout, while rank 0 makes progress
 
         together.wait(SOON)  # rank 0 works for longer than the timeout after all have begun
-        round_.run("rebuilt", work, lambda: "a group")
+        work(round_, progress)
         round_.barrier("rebuilt")
         if rdv.rank == 0:
             over.wait(SOON)  # no more progress, until the others have ended
@@ -202,12 +204,12 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
     def work_alone() -> None:
         round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), 5.0)
 
-        def work(token: Any, _: int) -> None:
+        def progress() -> None:
             for _ in range(steps):
                 time.sleep(step)
                 round_.advance()
 
-        round_.run("rebuilt", work, lambda: "a group")
+        work(round_, progress)
 
     with ThreadPoolExecutor() as pool:
         alone = pool.submit(work_alone)
@@ -247,7 +249,7 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
         if rdv.rank == 0:
             return round_.fail(ReloadpgError("out of memory"))
         if rdv.rank == 1:
-            round_.run("released", lambda *_: release.wait(FAR), lambda: "working")
+            work(round_, lambda: release.wait(FAR))
         round_.barrier("released")
         return None
 
