@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -28,8 +29,8 @@ class Releases:
     Where communicators may share a lock, each is destroyed in an NCCL group call: NCCL destroys at
     the end of the call, when torch holds no lock (:mod:`reloadpg.c10d.nccl`).
 
-    Each is recorded in the job before it is detached, until it is destroyed: if the destruction
-    hangs, the communicator is aborted, where an abort can end a destroy.
+    Each is unfinished from the moment it is detached until it is destroyed: if the destruction
+    hangs, it is aborted, where an abort can end a destroy.
     """
 
     job: Job
@@ -48,7 +49,8 @@ class Releases:
             parts = parts_of(inner, group.construction)
             monitored = backends.monitored_backends(inner)
             locks = nccl.shares_lock(released_backends(inner, group.construction))
-            entry = self.job.doomed[group] = repr(group), parts
+            entry = Unfinished(repr(group), parts)
+            self.job.unfinished.append(entry)
             # Detached first: a collective of another thread must find the placeholder, and not
             # a communicator that is being destroyed.
             group.detach()
@@ -57,13 +59,14 @@ class Releases:
         # An abort of this engine waits for the lock that its destroy holds, and then uses the
         # communicator that was destroyed. The destroy ends when the peers abort theirs.
         if locks:
-            self.job.doomed.pop(group, None)
+            entry.parts = []
         try:
             _end(parts, locks)
         except BaseException:
-            self.job.doomed[group] = entry
+            entry.parts = parts
             raise
-        self.job.doomed.pop(group, None)
+        if entry.task is None:  # otherwise it is being aborted
+            self.job.unfinished.remove(entry)
         if not group.construction.is_mixed:
             self.released[repr(group)] = weakref.ref(inner)
         return monitored
@@ -101,43 +104,38 @@ def abort(
 ) -> list[Unfinished]:
     """Abort the communicators of groups without waiting for other ranks. Local, non-blocking.
 
-    All groups are marked first. Their communicators, and those that an offload was destroying, are
-    then aborted, each in a separate thread: an abort can hang while another one is stuck, and
-    several aborts in sequence have hung (pytorch#119797, #150690).
+    All groups are marked first: a collective that another thread starts on one of them then raises,
+    and does not wait for peers that have aborted. Their communicators, and those that an offload
+    was destroying, are then aborted, each in a separate thread: an abort can hang while another one
+    is stuck, and several aborts in sequence have hung (pytorch#119797, #150690).
 
     If no thread can be started, the next call aborts those that were recorded. With ``whole``, the
     backends that stay alive in an offload are aborted too, and groups that the program has shut
     down or aborted, and not destroyed, are marked as well. Returns the running aborts.
     """
     for group in groups:
-        if group.state is GroupState.DESTROYED and not whole:
-            continue
-        if group.communicator is not None:
-            if group not in job.doomed:
-                inner = group.communicator
-                parts = [inner] if whole else parts_of(inner, group.construction)
-                job.doomed[group] = repr(group), parts
-                del inner, parts  # the aborting thread must hold the last reference
-            group.detach(state, reason)
-        elif state is GroupState.FAILED:
-            group.fail(reason)
-        if whole and (kept := group.kept) is not None:
-            job.doomed.setdefault(group, (repr(group), []))[1].append(kept)
-            del kept
-            group.release_kept()
-    started = []
-    # All groups are detached by now: a collective that another thread starts on one of them raises,
-    # and does not wait for peers that have aborted.
-    for group, (shown, parts) in list(job.doomed.items()):
-        try:
-            task = Task(lambda parts=parts: _abort(parts), "abort")  # type: ignore[misc]
-        except ReloadpgError:  # no thread can be started: the next operation tries again
-            break
-        aborting = Unfinished(shown, task)
-        job.doomed.pop(group, None)  # an abandoned thread may have destroyed it, and removed this
-        job.unfinished.append(aborting)
-        started.append(aborting)
-    return started
+        if group.state is not GroupState.DESTROYED or whole:
+            _detach(job, group, state, reason, whole)
+    aborted = [entry for entry in job.unfinished if entry.task is None and entry.parts]
+    with suppress(ReloadpgError):  # no thread can be started: the next operation tries again
+        for entry in aborted:
+            entry.task = Task(partial(_abort, entry.parts), "abort")
+    return [entry for entry in aborted if entry.task is not None]
+
+
+def _detach(job: Job, group: ManagedGroup, state: GroupState, reason: str, whole: bool) -> None:
+    """Mark a group, and record what is to be aborted: the aborting thread drops it."""
+    shown, parts = repr(group), []
+    if (inner := group.communicator) is not None:
+        parts += [inner] if whole else parts_of(inner, group.construction)
+        group.detach(state, reason)
+    elif state is GroupState.FAILED:
+        group.fail(reason)
+    if whole and group.kept is not None:
+        parts.append(group.kept)
+        group.release_kept()
+    if parts:
+        job.unfinished.append(Unfinished(shown, parts))
 
 
 def _abort(parts: list[Any]) -> None:

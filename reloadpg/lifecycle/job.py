@@ -12,13 +12,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
 from ..c10d import stores, tables
 from ..errors import ReloadpgError
-from ..groups.managed import ManagedGroup
 from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..groups.sets import SetState
@@ -35,12 +34,25 @@ _CONNECT_S = 6.0
 """Seconds within which a connection to the store succeeds without a response from DNS."""
 
 
-class Unfinished(NamedTuple):
-    """A call that still runs after its operation has failed: it creates or destroys a group."""
+@dataclass(eq=False)
+class Unfinished:
+    """A communicator that is not gone yet, though it is detached from its group or abandoned.
+
+    Attributes:
+        group: its group, for messages.
+        parts: the objects to abort, if its operation fails.
+        task: the thread that still creates or destroys it after its operation has failed.
+        creates: whether that thread creates it.
+    """
 
     group: str
-    task: Task[Any]
+    parts: list[Any] = field(default_factory=list)
+    task: Task[Any] | None = None
     creates: bool = False
+
+    def runs(self, seconds: float = 0) -> bool:
+        """Whether the thread still runs after a wait of at most this many seconds."""
+        return self.task is not None and not self.task.wait(seconds)
 
     def __str__(self) -> str:
         doing = "created, by a call that was abandoned" if self.creates else "destroyed"
@@ -57,8 +69,7 @@ class Job:
             with the default group.
         generation: number of completed reloads, of any set.
         cycles: number of completed offloads, of any set.
-        doomed: detached communicators that are not destroyed yet, with a description of their
-            groups.
+        unfinished: communicators that are not gone yet.
         creation_stores: store clients for creating groups; None without peers.
         dumps: the thread that writes the flight recorder's dumps; None while torch does.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
@@ -70,7 +81,6 @@ class Job:
     generation: int = 0
     cycles: int = 0
     unfinished: list[Unfinished] = field(default_factory=list)
-    doomed: dict[ManagedGroup, tuple[str, list[Any]]] = field(default_factory=dict)
     creation_stores: StorePool | None = None
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""

@@ -261,7 +261,7 @@ class Operation:
         # not withhold the error: the next operation waits for it again, and reports it.
         end = Deadline(self.name, _ABORT_S)
         for aborting in aborts:
-            if not aborting.task.wait(end.left):
+            if aborting.runs(end.left):
                 logger.error(
                     "%s: after %g s, %s; its memory is not free", self.name, _ABORT_S, aborting
                 )
@@ -392,12 +392,14 @@ class Operation:
         """
         job = self._known
         abort(job, [], GroupState.FAILED)  # those for which no thread could be started
-        job.unfinished = [entry for entry in job.unfinished if not entry.task.ended]
-        destroying = [entry for entry in job.unfinished if not entry.creates]
+        for entry in list(job.unfinished):
+            if entry.task is not None and entry.task.ended:
+                job.unfinished.remove(entry)
+        destroying = [entry for entry in job.unfinished if entry.runs() and not entry.creates]
         end = Deadline(self.name, min(_UNFINISHED_S, self.round.seconds / 2))
 
         def wait() -> None:
-            while end.left and any(not entry.task.wait(min(0.2, end.left)) for entry in destroying):
+            while end.left and any(entry.runs(min(0.2, end.left)) for entry in destroying):
                 self.round.advance()  # the other ranks may wait for this limited time
 
         if destroying:
@@ -473,7 +475,7 @@ class Operation:
             wanted.cancel()  # also if a thread could not be started
             creates = self.name != "offload"
             for index, group in list(busy.items()):
-                self._known.unfinished.append(Unfinished(group, tasks[index], creates))
+                self._known.unfinished.append(Unfinished(group, [], tasks[index], creates))
 
     def _failure(self, group: ManagedGroup, cause: Exception) -> ReloadpgError:
         text = (
@@ -600,7 +602,7 @@ class Operation:
         )
 
     def _report(self, job: Job) -> Report:
-        unfinished = [str(entry) for entry in job.unfinished if not entry.task.ended]
+        unfinished = [str(entry) for entry in job.unfinished if entry.runs()]
         warnings = [*self.warnings, *memory.warnings(job.offloaded, self.chosen)]
         if self.name == "offload":
             warnings += not_reloadable()

@@ -67,7 +67,7 @@ def status() -> Status:
         foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
         last_error=job.last_error if job else "",
         unmanaged={tables.name_of(group): reason for group, reason in registry.unmanaged()},
-        unfinished=tuple(str(entry) for entry in unfinished if not entry.task.ended),
+        unfinished=tuple(str(entry) for entry in unfinished if entry.runs()),
         bypassed_groups=tuple(
             BypassedGroup(
                 tables.name_of(group),
