@@ -16,6 +16,8 @@ from datetime import timedelta
 from functools import partial
 from itertools import groupby
 
+from torch.distributed import ProcessGroup
+
 from ..c10d import devices, nccl
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
 from ..groups.borrowed import borrowed
@@ -24,7 +26,7 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState, UnderWay
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection
-from ..groups.sets import concerns
+from ..groups.sets import SetState, concerns
 from ..rendezvous.plan import GENERATION, GroupPlan, Plan
 from ..rendezvous.round import Interrupted, Round
 from ..rendezvous.store_client import StorePool
@@ -84,9 +86,8 @@ class Operation:
         may_suspend: whether this job suspends groups where it can: equal on all ranks.
         chosen: the sets that it is for.
         concerned: the chosen sets that it will change.
-        groups: their managed groups, in the order that all ranks share.
-        was_offloaded: whether these sets were offloaded at the start.
-        generation: the job's generation after the operation.
+        changes: whether a set is to be offloaded or reloaded: not if it is already.
+        generation: the job's generation after a reload or recovery.
         whole: whether all groups of the chosen sets are rebuilt, whatever their state.
         round: the barriers to reach; None before this rank has entered the operation.
         activity: this rank's current activity other than with groups, as text.
@@ -94,6 +95,7 @@ class Operation:
         warnings: for the report, as are ``note`` and ``faults``.
         report: the report of this rank; set when the operation has ended.
         in_caller: calls a function in the thread of the caller, if that waits.
+        under_way: what gives its threads exclusive use of the groups, if the caller does not wait.
 
     Raises:
         NotInstalledError: ``install`` was not called.
@@ -121,6 +123,8 @@ class Operation:
         self.faults: tuple[RankFault, ...] = ()
         self.note = self.activity = ""
         self.job: Job | None = None
+        self.under_way: UnderWay | None = None
+        self._planned: dict[ManagedGroup, ProcessGroup] = {}  # so that none is deleted
         self.is_running = False
         self.in_caller: Callable[[Callable[[], object]], object] = lambda call: call()
         self._round: Round | None = None
@@ -129,8 +133,6 @@ class Operation:
         self._busy: dict[int, str] = {}  # the group that each thread processes
         self._took: dict[ManagedGroup, float] = {}  # milliseconds
         self._to_do = 0
-        self._reserved: list[ManagedGroup] = []
-        self._under_way: UnderWay | None = None
         self._started = time.perf_counter()
         self._spans: list[Span] = []
         self._before: dict[str, int] = {}
@@ -172,7 +174,7 @@ class Operation:
         """The next operation of the job, which this rank has not entered yet."""
         suspends = self.may_suspend and not self.whole
         phases = [p for p in PHASES[self.name] if suspends or p not in SUSPENDING]
-        if self.name == "reload" and not self.was_offloaded:
+        if self.name == "reload" and not self.changes:
             phases = phases[:1]  # nothing is offloaded: it ends when all ranks agree on that
         seconds = seconds or self.options.timeout.total_seconds()
         self._round = Round(job.rendezvous, self.name, phases, seconds)
@@ -221,8 +223,11 @@ class Operation:
 
     def _end(self) -> None:
         """End it in this process: free its groups, and wake threads that wait for it. Local."""
-        for group in self._reserved:
-            group.reserve(None)
+        if self.under_way is not None:
+            for group in self._planned:
+                if group.under_way is self.under_way:
+                    group.reserve(None)
+            self.under_way.end()
         if self._round is not None:
             self._round.notified.set()
         self.is_running = False
@@ -251,8 +256,8 @@ class Operation:
             job.creation_stores = job.creation_stores.replaced()
         # Some ranks may have rebuilt a group and others not. With different generations, the ranks
         # would disagree in every later attempt.
-        for group, generation in self._generations.items():
-            group.generation = generation
+        for group in self.groups:
+            group.generation = job.generation
         # A recovery replaces all backends: some ranks may already have the new ones, and others
         # not.
         groups, whole = list(reversed(self.groups)), self.name == "recover"
@@ -269,30 +274,34 @@ class Operation:
     # -- what it changes --------------------------------------------------------------------
 
     def _choose(self, job: Job) -> None:
-        """Choose the groups, and note what was before."""
-        self.concerned = self.chosen
+        """Choose the groups, and the sets that it changes."""
         offloads = self.name == "offload"
-        due = frozenset(n for n in self.chosen if job.sets[n].offloaded != offloads)
-        self.was_offloaded = bool(due) != offloads
-        if self.name == "reload" and due:
-            self.concerned = due
         # Ranks that disagree on the state still have the same groups of the chosen sets.
-        self._planned = [g for g in registry.managed() if g.set_name in self.chosen]
-        self._proxies = [group.proxy for group in self._planned]  # none is deleted while it runs
-        self.groups = [group for group in self._planned if group.set_name in self.concerned]
+        groups = [group for group in registry.managed() if group.set_name in self.chosen]
+        self._planned = {group: group.proxy for group in groups}
+        due = frozenset(n for n in self.chosen if job.sets[n].offloaded != offloads)
+        self.concerned = due or self.chosen
         if offloads:
-            self.concerned = due.union(group.set_name for group in self.groups if group.is_live)
-        self.states = [job.sets[name] for name in self.concerned]
-        self._generations = {group: group.generation for group in self.groups}
-        self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
-        self.whole = self.name == "recover"
+            self.concerned = due.union(group.set_name for group in groups if group.is_live)
+        self.changes, self.whole, self.generation = bool(due), False, job.generation + 1
+        if self.name == "recover":
+            self.rebuild_all(self.generation)
 
     def rebuild_all(self, generation: int) -> None:
-        """Make this a reload of all groups of the chosen sets, whatever their state. Local."""
-        self.whole, self.was_offloaded, self.generation = True, True, generation
-        self.concerned, self.groups = self.chosen, self._planned
-        self._generations = {group: group.generation for group in self.groups}
-        self.states = [self._known.sets[name] for name in self.concerned]
+        """Make it rebuild all groups of the chosen sets, whatever their state. Local."""
+        self.changes = self.whole = True
+        self.concerned, self.generation = self.chosen, generation
+
+    @property
+    def groups(self) -> list[ManagedGroup]:
+        """The managed groups that it may change, in the order that all ranks share."""
+        offloads = self.name == "offload"
+        return [g for g in self._planned if offloads or g.set_name in self.concerned]
+
+    @property
+    def states(self) -> list[SetState]:
+        """The states of the sets that it changes."""
+        return [self._known.sets[name] for name in self.concerned]
 
     def _plan(self, settings: Mapping[str, str]) -> Plan:
         """The plan, which must be equal on all ranks; without the state if it is ``whole``."""
@@ -324,12 +333,12 @@ class Operation:
             return
         self._committed, job = True, self._known
         if self.name == "offload":
-            job.cycles += not self.was_offloaded
+            job.cycles += self.changes
             for state in self.states:
                 state.offloaded = True
             for group in self.groups:
                 group.clear_failure()
-        elif self.was_offloaded:
+        elif self.changes:
             job.generation = self.generation
             for state in self.states:
                 state.generation, state.offloaded = self.generation, False
@@ -341,18 +350,12 @@ class Operation:
         for state in self.states:
             state.offloaded = True
 
-    def reserve(self, under_way: UnderWay) -> None:
-        """Restrict the groups that it changes to this operation's threads until it ends."""
-        self._under_way = under_way
-        for group in self.groups if self.job is not None else ():
-            if self.name == "offload" or not group.is_live:
-                self._reserved.append(group)
-                group.reserve(under_way)
-
-    def reserve_all(self) -> None:
-        """Reserve the groups that a reload has only now released."""
-        if self._under_way is not None:
-            self.reserve(self._under_way)
+    def reserve(self) -> None:
+        """Restrict the groups that it changes to its threads until it ends, if it is pending."""
+        if self.under_way is not None:
+            for group in self.groups:
+                if self.name == "offload" or not group.is_live:
+                    group.reserve(self.under_way)
 
     @property
     def creators(self) -> int:

@@ -52,22 +52,20 @@ class Pending(futures.Future[Report]):
 
     _read = True  # until the operation has begun
 
-    def __init__(self, operation: str, under_way: UnderWay | None = None) -> None:
+    def __init__(self, operation: str) -> None:
         # It holds neither the operation, nor with it the groups.
         super().__init__()
         self.operation = operation
-        self._under_way = under_way
         self._pid = os.getpid()
         self._begun = threading.Event()
 
     def _start(self, op: Operation, body: Body) -> None:
         """Begin the operation, and run it in a thread."""
         op.begin()
-        if self._under_way is not None:
-            op.reserve(self._under_way)
-        Task(partial(_perform, op, body, self, self._under_way), self.operation, daemon=False)
+        op.reserve()
+        Task(partial(_perform, op, body, self), self.operation, daemon=False)
         self._begun.wait()  # from now on, cancel() returns False
-        self._read = self._under_way is None
+        self._read = op.under_way is None
 
     def _interrupt(self, op: Operation, error: BaseException) -> None:
         """Tell the operation to end, for an error in the caller. Waits a limited time.
@@ -78,8 +76,6 @@ class Pending(futures.Future[Report]):
             op.interrupt(error)
             return
         op.fail(error)
-        if self._under_way is not None:
-            self._under_way.end()
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait until the operation has ended, and return its report. Blocking; may be repeated.
@@ -166,7 +162,9 @@ def run(op: Operation, body: Body, *, wait: bool = True) -> Report | Pending:
         if wait:
             caller = _Caller()
             op.in_caller = caller.call
-        pending = Pending(op.name, None if wait else UnderWay(op.name))
+        else:
+            op.under_way = UnderWay(op.name)
+        pending = Pending(op.name)
         pending._start(op, body)
         if caller is None:
             return pending
@@ -240,21 +238,19 @@ class _Caller:
         self.calls.put(None)
 
 
-def _perform(op: Operation, body: Body, pending: Pending, under_way: UnderWay | None) -> None:
+def _perform(op: Operation, body: Body, pending: Pending) -> None:
     """Run the operation; the whole of its thread."""
     if not pending.set_running_or_notify_cancel():
         return
     pending._begun.set()
-    if under_way is not None:
-        under_way.enter()
+    if op.under_way is not None:
+        op.under_way.enter()
     try:
         try:
             with op:
                 if op.job is not None:
                     body(op, op.job)
         finally:
-            if under_way is not None:
-                under_way.end()
             if op.job is not None:
                 _publish(op)
     except BaseException as error:  # raised in the caller's thread by result()

@@ -84,7 +84,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
         how = "eager" if op.options.recoverable else "none"
     op.enter()
     op.await_unfinished()
-    if op.was_offloaded:
+    if op.changes:
         op.call(callbacks.before_reload)
     suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
     try:
@@ -95,7 +95,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
             raise
         _rebuild_all(op, job, how, decision)
         return
-    if not op.was_offloaded:
+    if not op.changes:
         op.note = "nothing is offloaded"
         if any(job.sets[name].owes_callbacks for name in op.chosen):
             op.call_after([*op.of_generations(callbacks.reload, op.groups), *callbacks.reload])
@@ -136,7 +136,7 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     op.warnings.append(f"all groups were rebuilt. {reason}")
     op.mark_offloaded()
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
-    op.reserve_all()
+    op.reserve()
     op.await_unfinished()
     with op.timed("device"):
         devices.empty_cache()

@@ -250,7 +250,6 @@ def _seconds(given: timedelta | float | None) -> float | None:
 
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
     """Set all groups to failed and abort their communicators in parallel. Local, non-blocking."""
-    op.was_offloaded = True
     op.mark_offloaded()
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
