@@ -193,12 +193,12 @@ class colocated:  # noqa: N801 - used like a function
         self._check_inside("groups_live")
         offloaded = self._block.is_offloaded  # not in a block within another
         with nullcontext() if self._saver is None else self._saver.outside_account():
-            report = run(Operation("reload", self._trainer_sets or None), restore)
+            report = run(Operation("reload", self._trainer_sets), restore)
             try:
                 yield report
             finally:
                 if offloaded:
-                    run(Operation("offload", self._trainer_sets or None), release)
+                    run(Operation("offload", self._trainer_sets), release)
 
     def _check_inside(self, what: str) -> None:
         if not self._inside:
@@ -332,7 +332,7 @@ class colocated:  # noqa: N801 - used like a function
         self._awake = False
 
     def _begin_reload(self) -> None:
-        op = Operation("reload", self._block.named)
+        op = Operation("reload", self._block.due)
         self._pending = run(op, partial(restore, how=self._connect), wait=False)
 
     def _copy_weights_back(self) -> None:
@@ -345,7 +345,7 @@ class colocated:  # noqa: N801 - used like a function
         # If a saver could not be resumed on a rank, this fails on all ranks.
         pending, self._pending = self._pending, None
         if pending is None:
-            op = Operation("reload", self._block.named)
+            op = Operation("reload", self._block.due)
             self.reload_report = run(op, partial(restore, how=self._connect))
         else:
             self.reload_report = pending.result()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Iterable
 from contextlib import ContextDecorator
 from functools import partial
-from typing import Any
 
 from ..errors import InvalidOptionError
 from ..groups.registry import registry
@@ -25,20 +23,7 @@ from .reload import restore
 logger = logging.getLogger("reloadpg")
 
 
-class _Blocks(ContextDecorator):
-    """The open blocks of an object, which may be entered repeatedly."""
-
-    def __init__(self) -> None:
-        self._blocks: list[Block] = []
-
-    def _recreate_cm(self) -> Any:
-        """A separate object for one call of a decorated function."""
-        again = copy.copy(self)
-        again._blocks = []
-        return again
-
-
-class offloaded(_Blocks):  # noqa: N801 - used like a function
+class offloaded(ContextDecorator):  # noqa: N801 - used like a function
     """Offload groups for a block of code, and reload them afterwards, also after an exception.
 
     Collective, like :func:`offload` and :func:`reload`. Blocks nest, also with ``colocated()``, and
@@ -65,10 +50,10 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
     """
 
     def __init__(self, *sets: str, connect: Connect | None = None) -> None:
-        super().__init__()
         self._named = named_sets(sets, "offloaded")
         validate(connect)
         self._connect = connect
+        self._blocks: list[Block] = []  # a decorated function may call itself
 
     def __enter__(self) -> Report:
         block = Block(self._named)
@@ -80,7 +65,7 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
         self._blocks.pop().leave(error, self._connect)
 
 
-class swapped(_Blocks):  # noqa: N801 - used like a function
+class swapped(ContextDecorator):  # noqa: N801 - used like a function
     """Offload one set and reload another one for a block of code, and swap back afterwards.
 
     ::
@@ -113,7 +98,6 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
         into: Iterable[str] | str,
         connect: Connect | None = None,
     ) -> None:
-        super().__init__()
         self._out, self._into = (named_sets(sets, "swapped") for sets in (out, into))
         if not self._out or not self._into or self._out & self._into:  # none chooses all sets
             raise InvalidOptionError(
@@ -122,6 +106,7 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
             )
         validate(connect)
         self._connect = connect
+        self._blocks: list[Block] = []
 
     def __enter__(self) -> tuple[Report, Report]:
         block = Block(self._out)
@@ -153,10 +138,13 @@ class Block:
 
     Each set has a counter of the blocks that keep it offloaded. A block whose end makes it zero
     reloads the set.
+
+    Args:
+        sets: the sets to offload; empty for all.
     """
 
-    def __init__(self, named: frozenset[str]) -> None:
-        self._named, self._chosen = named, named or registry.sets
+    def __init__(self, sets: frozenset[str]) -> None:
+        self._sets = sets or registry.sets
         self._counted: dict[str, SetState] = {}
         self._pid = os.getpid()
 
@@ -164,13 +152,7 @@ class Block:
     def due(self) -> frozenset[str]:
         """The sets that the end of this block reloads: no other block needs them offloaded."""
         counted = self._counted
-        return frozenset(n for n in self._chosen if n not in counted or counted[n].depth == 1)
-
-    @property
-    def named(self) -> frozenset[str] | None:
-        """The sets to reload, for an :class:`Operation`: None for all, empty for none."""
-        due = self.due
-        return self._named or None if due == self._chosen else due
+        return frozenset(n for n in self._sets if n not in counted or counted[n].depth == 1)
 
     @property
     def is_offloaded(self) -> bool:
@@ -184,11 +166,11 @@ class Block:
         The other ranks are in their blocks then, and reload at their ends, with the same
         ``connect``.
         """
-        before = _cycles()
+        op = Operation("offload", self._sets)
         try:
-            report = run(Operation("offload", self._named or None), release)
+            report = run(op, release)
         except BaseException as error:
-            if _cycles() != before:
+            if op.committed:
                 self._count()
                 self.leave(error, connect)
             raise
@@ -199,7 +181,7 @@ class Block:
         """Count this block."""
         job = jobs.known
         if job is not None:
-            self._counted = {name: job.sets[name] for name in self._chosen}
+            self._counted = {name: job.sets[name] for name in self._sets}
             for state in self._counted.values():
                 state.depth += 1
 
@@ -210,12 +192,12 @@ class Block:
 
     def leave(self, error: BaseException | None, connect: Connect | None) -> None:
         with registry.lock:  # of two threads, one is the last
-            due, named = self.due, self.named
+            due = self.due
             self.close()
         if self.is_void or not due:
             return
         try:
-            run(Operation("reload", named), partial(restore, how=connect))
+            run(Operation("reload", due), partial(restore, how=connect))
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:
                 raise
@@ -225,9 +207,3 @@ class Block:
         counted, self._counted = self._counted, {}
         for state in counted.values():
             state.depth -= 1
-
-
-def _cycles() -> int:
-    """The number of offloads that all ranks of the current job have completed."""
-    job = jobs.known
-    return 0 if job is None else job.cycles

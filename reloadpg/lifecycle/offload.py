@@ -78,7 +78,7 @@ def offload(*sets: str, wait: bool = True) -> Report | Pending:
             are wrong; nothing was changed. Call :func:`recover`.
     """
     wait = as_flag(wait, "offload(wait)", "nothing was changed")
-    op = Operation("offload", named_sets(sets, "offload") or None)
+    op = Operation("offload", named_sets(sets, "offload"))
     return run(op, release, wait=wait)
 
 

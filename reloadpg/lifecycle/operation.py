@@ -78,7 +78,7 @@ class Operation:
 
     Args:
         name: ``offload``, ``reload`` or ``recover``.
-        named: the sets named in the call; None for all.
+        named: the sets named in the call; empty for all.
 
     Attributes:
         is_running: whether it runs in this process: see :meth:`Jobs.begin`.
@@ -89,6 +89,7 @@ class Operation:
         changes: whether a set is to be offloaded or reloaded: not if it is already.
         generation: the job's generation after a reload or recovery.
         whole: whether all groups of the chosen sets are rebuilt, whatever their state.
+        committed: whether all ranks have passed the last barrier.
         round: the barriers to reach; None before this rank has entered the operation.
         activity: this rank's current activity other than with groups, as text.
         reports: the reports on the groups that it has changed, by name.
@@ -102,7 +103,7 @@ class Operation:
         InvalidOptionError: ``install`` does not declare a chosen set.
     """
 
-    def __init__(self, name: str, named: frozenset[str] | None = None) -> None:
+    def __init__(self, name: str, named: frozenset[str] = frozenset()) -> None:
         if registry.options is None and not registry.off:
             raise NotInstalledError(
                 f"{name}() was called, but reloadpg is not installed; nothing was changed. Call "
@@ -111,10 +112,10 @@ class Operation:
         self.name = name
         self.options = registry.options or _DEFAULTS
         if registry.options is not None:
-            registry.options.selection.refuse_undeclared(sorted(named or ()), name)
+            registry.options.selection.refuse_undeclared(sorted(named), name)
         self.may_suspend = self.options.strategy == "suspend"
-        self.chosen = registry.sets if named is None else named
-        self._shown_sets = "all" if named is None else ", ".join(sorted(named))
+        self.chosen = named or registry.sets
+        self._shown_sets = "all" if self.chosen == registry.sets else ", ".join(sorted(named))
         note = IS_OFF if registry.off else "torch.distributed is not initialized"
         self.report = Report(operation=name, changed=False, generation=0, note=note)
         self.started_at = time.time()
@@ -129,7 +130,7 @@ class Operation:
         self.in_caller: Callable[[Callable[[], object]], object] = lambda call: call()
         self._round: Round | None = None
         self._interrupt: BaseException | None = None
-        self._committed = False
+        self.committed = False
         self._busy: dict[int, str] = {}  # the group that each thread processes
         self._took: dict[ManagedGroup, float] = {}  # milliseconds
         self._to_do = 0
@@ -329,9 +330,9 @@ class Operation:
 
     def _commit(self) -> None:
         """Record the state that all ranks have after the last barrier. Once."""
-        if self._committed:
+        if self.committed:
             return
-        self._committed, job = True, self._known
+        self.committed, job = True, self._known
         if self.name == "offload":
             job.cycles += self.changes
             for state in self.states:

@@ -74,7 +74,7 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
     """
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
-    op = Operation("reload", named_sets(sets, "reload") or None)
+    op = Operation("reload", named_sets(sets, "reload"))
     return run(op, partial(restore, how=connect), wait=wait)
 
 
