@@ -165,9 +165,8 @@ def _quiesce(op: Operation) -> None:
         devices.record({group.proxy: _devices_of(group) for group in live})
         devices.synchronize()
 
-    with op.timed("device"):
-        op.do(synchronize, "synchronizing the accelerator")
-        c10d_backends.raise_for_aborted()  # the release of the communicators would hide it
+    op.do("device", synchronize, "synchronizing the accelerator")
+    c10d_backends.raise_for_aborted()  # the release of the communicators would hide it
 
 
 def _devices_of(group: ManagedGroup) -> tuple[int, ...]:

@@ -377,12 +377,12 @@ class Operation:
             said, summary: what this rank says to all ranks, and how that is summarized.
             settings: further arguments of the call that must be equal on all ranks.
         """
-        with self.timed("wait.enter"):
+        with self.step("wait.enter"):
             return self.round.agree("enter", self._plan(settings), said, summary)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; the last one commits. See :meth:`Round.barrier`."""
-        with self.timed(f"wait.{phase}"):
+        with self.step(f"wait.{phase}"):
             self.round.barrier(phase)
         if phase == PHASES[self.name][-1]:
             self._commit()
@@ -408,11 +408,15 @@ class Operation:
 
         if destroying:
             names = ", ".join(dict.fromkeys(entry.group for entry in destroying))
-            self.do(wait, f"waiting for communicators that are still being destroyed: {names}")
+            self.do(
+                "unfinished",
+                wait,
+                f"waiting for communicators that are still being destroyed: {names}",
+            )
 
-    def do(self, work: Callable[[], object], doing: str) -> None:
+    def do(self, step: str, work: Callable[[], object], doing: str) -> None:
         """Run blocking work before the next barrier, in a thread; see :meth:`Round.watch`."""
-        with self._activity(doing):
+        with self.step(step, doing):
             self.round.watch([Task(work, self.name)], CancelToken(), lambda: doing)
 
     def over(
@@ -444,7 +448,7 @@ class Operation:
                 and any(nccl.needs_one_thread(g.construction.released.values()) for g in together)
             )
             most = 1 if alone else parallelism or self.options.threads
-            with self.timed("groups"):
+            with self.step("groups"):
                 self._process(deque(together), action, min(most, len(together)))
         for group in groups:
             if group.name not in self.reports:  # a group is first resumed and then connected
@@ -518,11 +522,10 @@ class Operation:
 
     def call(self, callbacks: Sequence[Callback]) -> None:
         """Call user callbacks in the caller's thread; an error names the callback."""
-        with self.timed("callbacks"):
-            for name, callback, *_ in self.due(callbacks):
+        for name, callback, *_ in self.due(callbacks):
+            with self.step("callbacks", f"callback {name}"):
                 try:
-                    with self._activity(f"callback {name}"):
-                        self.in_caller(callback)
+                    self.in_caller(callback)
                 except Exception as cause:
                     raise ReloadpgError(
                         f"{self.name}: callback {name} raised {type(cause).__name__}: {cause}"
@@ -548,26 +551,17 @@ class Operation:
                 "callbacks of this rank again."
             ) from first.__cause__
 
-    @contextmanager
-    def _activity(self, text: str) -> Iterator[None]:
-        """Set ``activity`` within this block."""
-        self.activity = text
-        try:
-            yield
-        finally:
-            self.activity = ""
-
     # -- its report -------------------------------------------------------------------------
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Record the time of this block as a phase."""
-        begun = time.perf_counter()
+    def step(self, name: str, doing: str = "") -> Iterator[None]:
+        """Record the time of this block for the report; ``doing`` is what the status shows."""
+        self.activity, begun = doing, time.perf_counter()
         try:
             yield
         finally:
-            start = (begun - self._started) * 1e3
-            self._spans.append(Span(phase, start, (time.perf_counter() - begun) * 1e3))
+            self.activity, start = "", (begun - self._started) * 1e3
+            self._spans.append(Span(name, start, (time.perf_counter() - begun) * 1e3))
 
     def status(self) -> OperationStatus:
         """Return the progress of this operation on this rank. Local, from any thread."""

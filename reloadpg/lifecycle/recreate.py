@@ -9,7 +9,7 @@ from functools import partial
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ..c10d import stores, tables
+from ..c10d import devices, stores, tables
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.proxy import ReloadableProcessGroup
@@ -42,11 +42,12 @@ def rebuild(
 
     ``resumed`` are groups that were resumed, which may need to be connected.
     """
+    with op.step("device"):
+        devices.empty_cache()
     _delete_spent_keys(op, job, gone)
     if job.creation_stores is not None and gone:
-        with op.timed("store"):
-            clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
-            op.do(clients, "connecting to the store")
+        clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
+        op.do("store", clients, "connecting to the store")
     rebuilds = Rebuilds(op, job, gone, connect)
     back = [g for g in op.groups if g in gone or (connect != "none" and g in resumed)]
     op.over(back, rebuilds.create, parallelism=op.creators)
@@ -161,7 +162,7 @@ def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) 
             with suppress(NotImplementedError):
                 store.delete_key(key)
 
-    with op.timed("store"):
+    with op.step("store"):
         job.rendezvous.client.ask(delete, Deadline(op.name, op.round.seconds, op.round.phase))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, overload
 
-from ..c10d import devices
 from ..errors import DisagreementError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
@@ -100,10 +99,8 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
         if any(job.sets[name].owes_callbacks for name in op.chosen):
             op.call_after([*op.of_generations(callbacks.reload, op.groups), *callbacks.reload])
         return
-    with op.timed("device"):
-        devices.empty_cache()
     if op.may_suspend:
-        op.do(lambda: check_room(suspended, op.world.rank()), "checking free memory")
+        op.do("device", lambda: check_room(suspended, op.world.rank()), "checking free memory")
         op.barrier("room")
         op.over(suspended, resume)
         op.barrier("resumed")
@@ -138,6 +135,4 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
     op.reserve()
     op.await_unfinished()
-    with op.timed("device"):
-        devices.empty_cache()
     rebuild(op, job, _without_communicator(op), how)

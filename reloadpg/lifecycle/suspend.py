@@ -69,6 +69,7 @@ def _each_backend(group: ManagedGroup, inner: ProcessGroup, act: Callable[[Any],
 
 def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
     """Refuse a resume without the memory for it, which would leave its peers hanging."""
+    devices.empty_cache()
     suspended = [group for group in groups if group.history.strategy == "suspend"]
     needed = sum(group.history.suspended_bytes for group in suspended)
     known = memory.free_bytes()

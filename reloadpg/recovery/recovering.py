@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..c10d import backends, devices, tables
+from ..c10d import backends, tables
 from ..errors import PeerFailedError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
@@ -143,7 +143,7 @@ def _recover(
     was_offloaded = job.offloaded
     waited = Deadline("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
-        with op.timed("wait.flag"):
+        with op.step("wait.flag"):
             op.enter(seconds, reason=str(fault))
     finally:
         _abort_all(op, job, str(fault))
@@ -165,8 +165,6 @@ def _recover(
     )
     if was_offloaded:
         op.call(callbacks.before_reload)
-    with op.timed("device"):
-        devices.empty_cache()
     gone = [group for group in op.groups if group.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary")
 
