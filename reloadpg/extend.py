@@ -13,7 +13,7 @@ only with a note in the changelog.
   :class:`Block`; :func:`check_group`, :func:`validate` and
   ``Connect``.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
-* Memory: :func:`add_check`, :func:`add_source`.
+* Memory: :func:`add_source`.
 * State: :class:`Installation`, :func:`reload_world`, :func:`running`,
   :func:`between_operations`, :func:`is_inherited`;
   :class:`LibraryThread`, a thread that ends before the interpreter does.
@@ -39,7 +39,6 @@ from .lifecycle.connect import check_group as check_group
 from .lifecycle.connect import validate as validate
 from .lifecycle.install import Installation as Installation
 from .lifecycle.install import reload_world as reload_world
-from .lifecycle.memory import add_check as add_check
 from .lifecycle.memory import add_source as add_source
 from .lifecycle.offload import release as release
 from .lifecycle.operation import Operation as Operation
@@ -70,7 +69,6 @@ __all__ = [
     "ManagedGroup",
     "Operation",
     "Pending",
-    "add_check",
     "add_source",
     "between_operations",
     "callbacks",

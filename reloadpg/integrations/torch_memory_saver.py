@@ -19,7 +19,7 @@ from typing import Any
 from weakref import finalize, ref
 
 from ..errors import InvalidOptionError, ReloadpgError
-from ..extend import Callback, add_check, callbacks, concerns, managed_groups, named_sets, register
+from ..extend import Callback, callbacks, concerns, managed_groups, named_sets, register
 from ..texts import counted
 from . import framework
 
@@ -257,15 +257,8 @@ def _watch(saver: ref[MemorySaver], sets: frozenset[str]) -> ExitStack:
         if there is not None:
             there._refuse(operation)
 
-    def paused() -> str | None:
-        there = saver()
-        # Within groups_live() that is the documented order.
-        tags = () if there is None or there._untracked else there.paused
-        return f"the memory saver has {', '.join(tags)} paused" if tags else None
-
     name = "memory saver order"
     removals = ExitStack()
     for at, operation in ((callbacks.offload, "offload"), (callbacks.before_reload, "reload")):
         removals.callback(register(at, Callback(name, partial(refuse, operation), sets)))
-    removals.callback(add_check(paused, sets))
     return removals

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ..c10d import devices
-from ..groups.sets import concerns
-from .callbacks import register
 
 logger = logging.getLogger("reloadpg")
 
@@ -38,25 +36,12 @@ class Source:
 
 
 _sources: dict[str, Source] = {}
-_checks: list[tuple[Callable[[], str | None], frozenset[str]]] = []
-# Only copies are iterated over: a signal handler may read them while they are changed.
+# Only copies are iterated over: a signal handler may read it while it is changed.
 
 
 def add_source(name: str, source: Source) -> None:
     """Register a source for an accelerator without a runtime in torch. Local, idempotent."""
     _sources[name] = source
-
-
-def add_check(
-    check: Callable[[], str | None], sets: frozenset[str] = frozenset()
-) -> Callable[[], None]:
-    """Register a check at the end of each operation for these sets, empty for all.
-
-    It returns a warning or None.
-
-    Returns a function that removes it; idempotent.
-    """
-    return register(_checks, (check, sets))
 
 
 def in_use() -> dict[str, int]:
@@ -90,34 +75,21 @@ def free_bytes() -> tuple[int, str] | None:
     return None
 
 
-def warnings(released: bool, sets: frozenset[str] = frozenset()) -> list[str]:
-    """Warn of memory that is in use unnecessarily, if the communicators are ``released``.
-
-    Only checks for these sets are called; for none, all.
-    """
-    texts: list[str] = []
+def warnings(released: bool) -> list[str]:
+    """Warn of memory that is in use unnecessarily, if the communicators are ``released``."""
     runtime = devices.runtime()
-    if released and runtime is not None and hasattr(runtime, "memory_reserved"):
-        cached = sum(
-            runtime.memory_reserved(index) - runtime.memory_allocated(index)
-            for index in devices.of_rank()
-        )
-        if cached >= _LARGE_CACHE:
-            texts.append(
-                f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
-                "torch.cuda.empty_cache() returns it to the device"
-            )
-    for check, named in list(_checks):
-        if sets and not concerns(named, sets):
-            continue
-        try:
-            text = check()
-        except Exception:
-            logger.exception("a check added with reloadpg.lifecycle.memory.add_check failed")
-            continue
-        if text:
-            texts.append(text)
-    return texts
+    if not released or not hasattr(runtime, "memory_reserved"):
+        return []
+    cached = sum(
+        cast(Any, runtime).memory_reserved(index) - cast(Any, runtime).memory_allocated(index)
+        for index in devices.of_rank()
+    )
+    if cached < _LARGE_CACHE:
+        return []
+    return [
+        f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
+        "torch.cuda.empty_cache() returns it to the device"
+    ]
 
 
 def _device_used() -> int | None:

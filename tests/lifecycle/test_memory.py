@@ -47,7 +47,6 @@ def runtime(monkeypatch):
 @pytest.fixture
 def added(monkeypatch):
     monkeypatch.setattr(memory, "_sources", {})
-    monkeypatch.setattr(memory, "_checks", [])
     return memory.add_source
 
 
@@ -86,19 +85,6 @@ def test_unused_memory_in_the_allocators_cache_is_a_warning(runtime, added):
     assert "empty_cache" in text
     assert memory.warnings(released=False) == []
     runtime.reserved = 10 * GIB + (1 << 20)
-    assert memory.warnings(released=True) == []
-
-
-def test_checks_add_warnings_until_they_are_removed(added):
-    """A check may report, for example, that a memory saver is paused."""
-    answers = ["the saver is paused"]
-    remove = memory.add_check(lambda: answers[0])
-    assert memory.warnings(released=True) == ["the saver is paused"]
-    answers[0] = None
-    assert memory.warnings(released=True) == []
-    answers[0] = "again"
-    remove()
-    remove()
     assert memory.warnings(released=True) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.fault_job import HELD, Job, fail
 
 import reloadpg
-from reloadpg.lifecycle import memory
+from reloadpg.lifecycle.callbacks import publish
 from reloadpg.reports import GroupReport, Report, Span
 
 
@@ -77,23 +77,20 @@ def test_reports_of_operations_that_complete_and_of_one_that_fails(rank: int) ->
     assert after == [0, 0, 0]  # the callback of the report can query memory
 
 
-@pytest.mark.ranks(2)
-def test_a_warning_is_logged_once_whatever_its_figures(rank: int) -> None:
+@pytest.mark.ranks(1)
+def test_a_warning_is_logged_once_whatever_its_figures() -> None:
     """Later warnings of the same kind are logged at level DEBUG."""
     logged = Logged()
     logging.getLogger("reloadpg").setLevel(logging.DEBUG)
-    Job("sim", subgroups=())
-    held = iter((12.5, 99, 3))
-    memory.add_check(lambda: f"{next(held)} MiB stay" if rank == 0 else "this rank is odd")
-    reloadpg.offload()
-    reloadpg.reload()
-    memory.add_check(lambda: "something else")
-    reloadpg.offload()
-    part = "this rank is odd" if rank else "MiB stay"
-    same = [(level, text) for level, text in logged.lines if part in text]
-    assert [level for level, _ in same] == ["WARNING", "DEBUG", "DEBUG"]
-    assert ("this rank is odd" if rank else "12.5 MiB stay") in same[0][1]
-    assert [level for level, text in logged.lines if "something else" in text] == ["WARNING"]
+    for texts in (["12.5 MiB stay"], ["99 MiB stay"], ["3 MiB stay", "something else"]):
+        publish(replace(_report(0, 1, 0), warnings=tuple(texts)))
+    lines = [(level, text) for level, text in logged.lines if level != "INFO"]
+    assert lines == [
+        ("WARNING", "offload: 12.5 MiB stay"),
+        ("DEBUG", "offload: 99 MiB stay"),
+        ("DEBUG", "offload: 3 MiB stay"),
+        ("WARNING", "offload: something else"),
+    ]
 
 
 def _report(rank: int, size: int, released: int, error: str = "") -> Report:

@@ -47,8 +47,8 @@ def test_a_callback_can_destroy_a_group(when: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("what", ["source", "check", "no source"])
-def test_a_memory_source_or_check_that_fails_ends_no_operation(rank: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["source", "no source"])
+def test_a_memory_source_that_fails_ends_no_operation(rank: int, what: str) -> None:
     """Its value is missing in the report."""
 
     def broken() -> Any:
@@ -57,8 +57,6 @@ def test_a_memory_source_or_check_that_fails_ends_no_operation(rank: int, what: 
     job = Job("sim", subgroups=())
     if what == "source" and rank == 1:
         memory.add_source("mine", memory.Source(broken))
-    elif what == "check" and rank == 1:
-        memory.add_check(broken)
     elif what == "no source":
         memory.in_use = dict  # type: ignore[assignment]
     reloadpg.offload()
