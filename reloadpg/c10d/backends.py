@@ -35,6 +35,21 @@ def backend_classes() -> list[type]:
     return [one for one in kinds if issubclass(one, CppBackend)]
 
 
+SymmetricMemory: Any = _cpp._SymmetricMemory
+"""Memory that the members of a group share. Every rendezvous of torch's Python code is its."""
+
+
+def symmetric_memory_keeps_communicators() -> bool:
+    """Whether symmetric memory uses its NCCL backend. Local.
+
+    C++ then keeps communicators and windows by the group's name, and no function drops them (read
+    in sources of 2026). With the backends CUDA and NVSHMEM the memory belongs to the tensors.
+    """
+    # Torch 2.8 has neither this function nor an NCCL backend.
+    backend = getattr(SymmetricMemory, "get_backend", None)
+    return backend is not None and backend(torch.device("cuda")) == "NCCL"
+
+
 NO_ERROR = _cpp.ErrorType.SUCCESS
 """What a backend's ``get_error()`` returns without an error."""
 

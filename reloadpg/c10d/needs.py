@@ -173,12 +173,9 @@ NEEDS: tuple[Need, ...] = (
     ),
     *_names("TorchComms is recognized", _C10D, "_use_torchcomms_enabled", "TorchComms", (2, 13)),
     *_names(_BORROWED, _C10D, "_new_window", "borrowed", (2, 15)),
-    *_names(
-        _BORROWED,
-        "torch.distributed._symmetric_memory",
-        "_group_name_to_store rendezvous",
-        "borrowed",
-    ),
+    *_names(_BORROWED, _C, "_SymmetricMemory"),
+    *_names(_BORROWED, f"{_C}:_SymmetricMemory", "rendezvous"),
+    *_names(_BORROWED, f"{_C}:_SymmetricMemory", "get_backend", "borrowed", (2, 13)),
     *_names("no context is created on a device", "torch._C", "_cuda_hasPrimaryContext", "devices"),
 )
 

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from ..c10d import backends, inspection, tables
+from ..c10d import backends, compiling, tables
 from ..reports import Borrowed
 from .offloaded import OffloadedBackend
 
@@ -49,7 +49,7 @@ _OF_BACKENDS = ("_comm_ptr", "comm_ptr", "new_window", "register_abort_hook", "r
 
 OURS = ("torch.", f"{__name__.partition('.')[0]}.")
 _OURS_ALONE = frozenset(name[:-1] for name in OURS)
-THROUGH = frozenset({"get_backend_impl", "_new_window"})
+THROUGH = frozenset({"get_backend_impl", "_new_window", "rendezvous"})
 """Functions of torch that return to their caller what they take out of a group."""
 
 
@@ -102,6 +102,8 @@ def recorders() -> Iterator[tuple[type, str, Callable[..., Any]]]:
         for name in _OF_BACKENDS:
             if callable(vars(cls).get(name)):
                 yield cls, name, _recording(name, vars(cls)[name])
+    rendezvous = backends.SymmetricMemory.rendezvous
+    yield backends.SymmetricMemory, "rendezvous", staticmethod(_recording_rendezvous(rendezvous))
 
 
 def _recording(name: str, original: Any) -> Callable[..., Any]:
@@ -112,8 +114,22 @@ def _recording(name: str, original: Any) -> Callable[..., Any]:
             return take(group, name, value)
         return value
 
-    inspection.skip_in_compiled_code([method])
+    compiling.skip_in_compiled_code([method])
     return method
+
+
+def _recording_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def rendezvous(tensor: Any, group_name: str | None = None) -> Any:
+        handle = original(tensor, group_name)
+        if _borrower(1) is not None and backends.symmetric_memory_keeps_communicators():
+            for group in tables.known_groups():
+                managed: ManagedGroup | None = getattr(group, "_managed", None)
+                if managed is not None and managed.name == group_name:
+                    return take(managed, "rendezvous", handle)
+        return handle
+
+    return rendezvous
 
 
 def _owner(backend: Any) -> ManagedGroup | None:
@@ -143,15 +159,10 @@ def forget(group: ManagedGroup, package: str) -> None:
 def borrowed(groups: Iterable[ManagedGroup]) -> tuple[Borrowed, ...]:
     """List what other code holds of these groups. Local, from any thread."""
     rows = []
-    shared = inspection.symmetric_memory_groups()
     for group in groups:
         loans = list(group.loans.values())  # threads may take others
         rows += [loan.known for loan in loans if loan.things is None or len(loan.things)]
-        if group.name in shared and group.records:
-            by, where, raw = shared[group.name]
-            here = group.generation
-            rows.append(Borrowed(group.name, "symmetric memory", by, where, here, raw=raw))
     return tuple(rows)
 
 
-inspection.skip_in_compiled_code([take, _borrower])
+compiling.skip_in_compiled_code([take, _borrower])

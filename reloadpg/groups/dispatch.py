@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
-from ..c10d import backends, inspection, tables
+from ..c10d import backends, compiling, tables
 
 if TYPE_CHECKING:
     from .managed import ManagedGroup
@@ -175,4 +175,4 @@ for _template, _names in (
     for _name in _NAMES & _names:
         _member = _method(_template, _name)
         setattr(Dispatch, _name, property(_member) if _template is _query else _member)
-inspection.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))
+compiling.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))

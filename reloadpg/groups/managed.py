@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ..c10d import backends, creation, inspection, tables
+from ..c10d import backends, compiling, creation, tables
 from .creation import Construction
 from .offloaded import GroupState, Offloaded, UnderWay
 from .sets import TRAINER
@@ -368,7 +368,7 @@ class ManagedGroup:
         return {device: (self.construction.devices[device], b) for device, b in live.items()}
 
 
-inspection.skip_in_compiled_code(
+compiling.skip_in_compiled_code(
     function
     for member in vars(ManagedGroup).values()
     for function in (member, getattr(member, "fget", None))

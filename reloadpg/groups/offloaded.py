@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ..c10d import inspection, tables
+from ..c10d import compiling, tables
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .dispatch import DISPATCHED, REMOVALS
 from .sets import TRAINER
@@ -205,4 +205,4 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 for _name in DISPATCHED | REMOVALS:
     setattr(Offloaded, _name, _refusing(_name))
-inspection.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))
+compiling.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))

@@ -16,10 +16,9 @@ from typing import Any
 
 import wrapt
 
-from ..c10d import creation, inspection
+from ..c10d import creation
 from .borrowed import recorders
-from .registry import registry
-from .wrappers import Wrapper, recording_rendezvous, wrappers
+from .wrappers import Wrapper, wrappers
 
 
 def _wrapped(name: str, original: Any, wrapper_of: Wrapper) -> Any:
@@ -89,15 +88,6 @@ class Patches:
             raise
         return applied
 
-    def patch_loaded_late(self) -> None:
-        """Wrap a function of a module that torch loads on demand, if it is loaded. Idempotent."""
-        original = vars(sys.modules.get(inspection.SYMMETRIC_MEMORY, object)).get("rendezvous")
-        if original is not None and all(p.replacement is not original for p in self.patches):
-            replacement = recording_rendezvous(original)
-            for owner, attribute, _ in list(_bindings([id(original)])):
-                self.patches.append(_Patch(owner, attribute, original, replacement))
-                setattr(owner, attribute, replacement)
-
     def foreign(self) -> list[str]:
         """List the changed names that no longer hold our wrapper, with their current value."""
         return [
@@ -132,18 +122,6 @@ def _originals(name: str) -> list[Any]:
             functions.append(value)
             value = getattr(value, "__wrapped__", None)
     return functions
-
-
-@functools.cache
-def patch_when_loaded() -> None:
-    """Patch the module that torch loads on demand when it is. Local, idempotent."""
-
-    def patch(_: ModuleType) -> None:
-        with registry.lock:
-            if registry.patches is not None:
-                registry.patches.patch_loaded_late()
-
-    wrapt.register_post_import_hook(patch, inspection.SYMMETRIC_MEMORY)
 
 
 def _bindings(targets: Iterable[int]) -> Iterator[tuple[ModuleType, str, int]]:

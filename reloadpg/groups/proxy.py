@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch.distributed import ProcessGroup
 
-from ..c10d import backends, creation, inspection, tables
+from ..c10d import backends, compiling, creation, tables
 from ..errors import GroupPickleError
 from .borrowed import OURS, THROUGH, take
 from .creation import Construction
@@ -223,7 +223,7 @@ for _name in ("get_group_store", "set_timeout", "use_pg_for_symm_mem_rendezvous"
     if not hasattr(ProcessGroup, _name):  # before torch 2.9 to 2.15
         delattr(ReloadableProcessGroup, _name)
 
-inspection.skip_in_compiled_code(
+compiling.skip_in_compiled_code(
     cast(Any, function)
     for member in vars(ReloadableProcessGroup).values()
     for function in (member, getattr(member, "fget", None))

@@ -6,18 +6,17 @@ A group that is not selected, and the value for non-members, are returned unchan
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from ..c10d import backends, creation, inspection, tables
+from ..c10d import backends, creation, tables
 from ..c10d.devices import note_creation
 from ..texts import warn
-from .borrowed import take
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .offloaded import Offloaded
-from .proxy import ReloadableProcessGroup, find_group, managed
+from .proxy import ReloadableProcessGroup
 from .registry import bypass_of, registry
 from .sets import TRAINER
 
@@ -237,23 +236,6 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     note_creation()
     registry.after_world(begins)
     return proxy
-
-
-def recording_rendezvous(wrapped: Function) -> Function:
-    """Wrap ``rendezvous`` of symmetric memory: it also records the caller.
-
-    With the NCCL backend, C++ keeps the group's communicator by its name from then on.
-    """
-
-    @wraps(wrapped)
-    def rendezvous(tensor: Any, group: Any) -> Any:
-        handle = wrapped(tensor, group)
-        owner = managed(find_group(group) if isinstance(group, str) else group)
-        if owner is None or not inspection.symmetric_memory_keeps_communicators():
-            return handle
-        return take(owner, "rendezvous", handle)
-
-    return rendezvous
 
 
 # ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..c10d import nccl, needs, tables
 from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.borrowed import POLICIES
 from ..groups.managed import ManagedGroup
-from ..groups.patches import Patches, patch_when_loaded
+from ..groups.patches import Patches
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection
 from ..groups.sets import TRAINER
@@ -206,8 +206,6 @@ def _put_in_place(options: Options) -> Installation:
         jobs.serve_groups()
         patches = Patches.apply()
         registry.options, registry.patches = options, patches
-        patches.patch_loaded_late()
-        patch_when_loaded()
         ManagedGroup.records = options.borrowed != "ignore"
         registry.variables = variables
         os.environ.update({name: value for name, (value, _) in variables.items()})

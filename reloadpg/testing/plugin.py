@@ -580,12 +580,12 @@ class _Phases:
     def _begins(self, group: Any) -> bool:
         import torch.distributed as dist
 
-        from ..c10d import inspection, tables
+        from ..c10d import tables
 
         if self._pending or not dist.is_initialized():
             return False
         world = tables.world()
-        if inspection.is_coalescing(world if group is None else group):
+        if tables.is_coalescing(world if group is None else group):
             return False
         if group is None or group is world:
             return True

@@ -139,33 +139,10 @@ def test_a_callback_of_the_group_says_that_its_pointer_is_dropped(engine: str, r
     assert standins.uses_after_release() == []
 
 
-def check_that_the_offload_is_refused(group: Any, rank: int) -> None:
-    with pytest.raises((BorrowedError, reloadpg.PeerFailedError), match="symmetric memory"):
-        reloadpg.offload()
-    assert summed(group, rank) == 3.0
-
-
-@pytest.mark.skipif(not CAN_SUSPEND, reason="this torch has no NCCL backend for it")
-@on_engines(2)
-def test_symmetric_memory_over_nccl_refuses_the_offload(engine: str, rank: int) -> None:
-    """torch keeps the communicator by the group's name, and nothing drops it."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    start(rank)
-    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
-    for one in (group, other):
-        summed(one, rank)
-    symmetric_memory.enable_symm_mem_for_group(group.group_name)  # type: ignore[union-attr]
-    assert [one.raw for one in reloadpg.status().borrowed] == [False]  # by default it is CUDA
-    symmetric_memory.set_backend("NCCL")
-    assert [one.raw for one in reloadpg.status().borrowed] == [True]
-    check_that_the_offload_is_refused(group, rank)
-
-
 @pytest.mark.skipif(not CAN_SUSPEND, reason="this torch has no NCCL backend for it")
 @on_engines(2)
 def test_a_tensor_of_symmetric_memory_is_known_by_its_rendezvous(engine: str, rank: int) -> None:
-    """torch takes the communicator in C++; ``enable_symm_mem_for_group`` was not called."""
+    """torch keeps the communicator in C++ by the group's name, and nothing drops it."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     start(rank)
@@ -180,4 +157,6 @@ def test_a_tensor_of_symmetric_memory_is_known_by_its_rendezvous(engine: str, ra
     (row,) = reloadpg.status().borrowed
     assert (row.group, row.what, row.by) == (group.group_name, "symmetric memory", __name__)  # type: ignore[union-attr]
     assert row.raw
-    check_that_the_offload_is_refused(group, rank)
+    with pytest.raises((BorrowedError, reloadpg.PeerFailedError), match="symmetric memory"):
+        reloadpg.offload()
+    assert summed(group, rank) == 3.0

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ...c10d import inspection, needs
+from ...c10d import compiling, needs
 
 _CPU = torch.device("cpu")
 _C: Any = torch._C
@@ -75,7 +75,7 @@ def activate() -> None:
 
 def _skip_in_compiled_code() -> None:
     """Keep ``torch.compile`` from tracing these functions where it runs an operator eagerly."""
-    inspection.skip_in_compiled_code((_Kernel.run, _copy), callees=True)
+    compiling.skip_in_compiled_code((_Kernel.run, _copy), callees=True)
 
 
 class _Kernel:
