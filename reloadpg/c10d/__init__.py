@@ -3,7 +3,7 @@
 Seen on torch 2.8.0, 2.13.0 and 2.15.0. The other packages use no name of torch with a leading
 underscore, except the stand-in for CUDA, which uses the dispatcher; a class of theirs that is a
 process group or a backend defines methods of such names.
-:mod:`.needs` lists all names, and a torch without one that the core uses is refused here.
+:mod:`.needs` lists all names, and a torch without one of them is refused here.
 """
 
 from __future__ import annotations
@@ -12,4 +12,4 @@ import torch  # noqa: F401 - first: RELOADPG_AUTOINSTALL installs at its end
 
 from .needs import refuse_missing
 
-refuse_missing("reloadpg")
+refuse_missing()

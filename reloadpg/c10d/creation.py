@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -118,10 +117,8 @@ class _Hooks:
     def enter(self, creation: CreationByMembers) -> None:
         with self._lock:
             for name, hook in self._hooks.items() if self._users == 0 else ():
-                original = self._originals[name] = getattr(_c10d, name)
-                # The check of torch's names reads the signature, also while a thread that was
-                # abandoned is in a block.
-                setattr(_c10d, name, functools.update_wrapper(functools.partial(hook), original))
+                self._originals[name] = getattr(_c10d, name)
+                setattr(_c10d, name, hook)
             self._users += 1
         self._local.creation = creation
 

@@ -57,7 +57,6 @@ from torch.torch_version import TorchVersion
 
 from . import devices
 from .backends import CppBackend, pointer_of
-from .needs import describe_needs, missing
 
 # -- locks --------------------------------------------------------------------------------------
 
@@ -224,8 +223,6 @@ def suspend_obstacle(backend: CppBackend) -> str:
     ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
     ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
     """
-    if lacking := missing("suspend"):
-        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
     suspend = getattr(type(backend), "suspend", None)
     name = backend.name()
     if suspend is None:

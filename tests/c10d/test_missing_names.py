@@ -12,18 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import reloadpg
-from reloadpg.c10d import nccl, needs
-from reloadpg.c10d.needs import Need
-from reloadpg.errors import UnsupportedTorchError
+from reloadpg.c10d.needs import NEEDS, Need
 
-reloadpg.install  # noqa: B018 - imported once, and not in each forked process
-EXPECTED = [need for need in needs.NEEDS if need.applies_to(needs.torch_version())]
-CORE = [need for need in EXPECTED if need.capability == "core"]
-FUNCTIONS = [need for need in CORE if need.parameters or need.named]
+CREATORS = ("new_group", "split_group", "init_process_group")
+"""These tests compare them."""
 
 
 def owner_of(need: Need) -> Any:
@@ -82,86 +76,72 @@ def is_here(need: Need) -> bool:
     return isinstance(owner, type) or hasattr(owner, need.name)
 
 
-def refusal_of_install() -> str:
-    originals = dist.new_group, dist.split_group, dist.init_process_group
+def refusal() -> str:
+    """What the first use of the library raises, in a process that has not imported it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reloadpg"]:
+        del sys.modules[name]
+    import reloadpg
+
+    originals = [getattr(dist, name) for name in CREATORS]
     try:
         reloadpg.install(backends={"gloo"})
-    except UnsupportedTorchError as error:
-        now = dist.new_group, dist.split_group, dist.init_process_group
-        assert now == originals, "it was refused after a change"
-        assert not reloadpg.is_installed()
+    except RuntimeError as error:
+        assert type(error).__name__ == "UnsupportedTorchError"
+        assert originals == [getattr(dist, name) for name in CREATORS], "refused after a change"
         return str(error)
     return "installed"
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
-def test_install_refuses_a_torch_that_lacks_a_name() -> None:
-    """Each name of the core; the message names it and says what does not work without it."""
+def test_a_torch_that_lacks_a_name_is_refused() -> None:
+    """The message names it and says what does not work without it."""
 
     def case(need: Need) -> str:
         remove(need)
-        return refusal_of_install()
+        return refusal()
 
     wrong = {}
-    for need in filter(is_here, CORE):
-        if need.name in ("new_group", "split_group", "init_process_group"):
-            continue  # this test compares them
+    for need in filter(is_here, NEEDS):
+        if need.name in CREATORS:
+            continue
         text = forked(lambda need=need: case(need))  # type: ignore[misc]
-        if not text.startswith("install: torch ") or need.path not in text or need.why not in text:
+        if not text.startswith("torch ") or need.path not in text or need.why not in text:
             wrong[need.path] = text
     assert wrong == {}
 
 
 @pytest.mark.matrix
-def test_install_refuses_a_function_with_other_parameters() -> None:
-    """Functions that are replaced, or called with arguments by position or by name."""
+def test_a_function_with_other_parameters_is_refused() -> None:
+    """Functions that are replaced, or called with arguments by position."""
 
     def changed(something: object, /, *, other: object = None) -> None: ...
 
     def case(need: Need) -> str:
         change(need, changed)
-        return refusal_of_install()
+        return refusal()
 
+    functions = [need for need in NEEDS if need.parameters and need.name not in CREATORS]
     wrong = {}
-    for need in FUNCTIONS:
-        if need.name in ("new_group", "split_group", "init_process_group"):
-            continue
+    for need in functions:
         text = forked(lambda need=need: case(need))  # type: ignore[misc]
         if need.path not in text:
             wrong[need.path] = text
-    assert FUNCTIONS
+    assert functions
     assert wrong == {}
 
 
-def test_a_missing_name_of_a_capability_is_an_error_where_it_is_requested() -> None:
-    """Install succeeds, and the capability says which name is missing."""
-    rows = [need for need in EXPECTED if need.capability == "suspend" and is_here(need)]
-    if not rows:
-        pytest.skip(f"torch {torch.__version__} has no name for suspend")
-
-    def case() -> str:
-        remove(rows[0])
-        reloadpg.install(backends={"gloo"})
-        try:
-            return str(nccl.suspend_obstacle(object()))  # type: ignore[arg-type]
-        except UnsupportedTorchError as error:
-            return str(error)
-
-    assert rows[0].path in forked(case)
-
-
 def test_doctor_names_what_is_missing() -> None:
-    """A problem for the core, a warning for a capability; with what does not work."""
-    from reloadpg.cli.doctor import diagnose
+    """With what does not work without it."""
 
     def case() -> str:
-        remove(next(need for need in CORE if need.name == "_get_split_source"))
-        remove(next(need for need in EXPECTED if need.capability == "debug"))
+        remove(next(need for need in NEEDS if need.name == "_get_split_source"))
+        refusal()
+        from reloadpg.cli.doctor import diagnose
+
         found = [one for one in diagnose() if one.check == "torch names"]
         return "\n".join(f"[{one.level}] {one.message}" for one in found)
 
-    problem, warning = forked(case).splitlines()
-    assert problem.startswith("[problem] core is not available: torch.distributed.")
+    (problem,) = forked(case).splitlines()
+    assert problem.startswith("[problem] torch ")
     assert "_get_split_source (only the members of a group take part" in problem
-    assert warning.startswith("[warning] debug is not available: ")
