@@ -47,9 +47,8 @@ _REFERENCED = frozenset({"_get_backend", "get_backend", "new_window"})
 
 _OF_BACKENDS = ("_comm_ptr", "comm_ptr", "new_window", "register_abort_hook", "register_mem_pool")
 
-OURS = ("torch.", f"{__name__.partition('.')[0]}.")
-_OURS_ALONE = frozenset(name[:-1] for name in OURS)
-THROUGH = frozenset({"get_backend_impl", "_new_window", "rendezvous"})
+_OURS = ("torch", __name__.partition(".")[0])
+_THROUGH = frozenset({"get_backend_impl", "_new_window", "rendezvous"})
 """Functions of torch that return to their caller what they take out of a group."""
 
 
@@ -88,9 +87,9 @@ def _borrower(depth: int) -> FrameType | None:
     frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if not name.startswith(OURS) and name not in _OURS_ALONE:
+        if name.partition(".")[0] not in _OURS:
             return frame
-        if frame.f_code.co_name not in THROUGH:
+        if frame.f_code.co_name not in _THROUGH:
             return None
         frame = frame.f_back
     return None
