@@ -193,23 +193,15 @@ def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Say which settings make the release of an NCCL communicator unsafe, and what to do.
 
     By ``ProcessGroupNCCL.cpp`` of torch 2.8 to 2.15: with the allocator's hook, each new segment of
-    memory is registered with every communicator in a table that ``shutdown()`` does not clear. The
-    first group of the process writes all dumps that a pipe requests.
+    memory is registered with every communicator in a table that ``shutdown()`` does not clear.
     """
-    cautions = []
-    if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") not in ("", "0"):
-        cautions.append(
-            "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps registering memory "
-            "with communicators that were released, and freeing memory can then raise an error; "
-            "unset it, or deregister memory pools in on_offload() and register them in on_reload()"
-        )
-    if environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
-        cautions.append(
-            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set: only the first default group serves the "
-            "flight recorder's pipe, so nothing serves it after a reload; call "
-            "torch._C._distributed_c10d._dump_nccl_trace() instead"
-        )
-    return cautions
+    if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") in ("", "0"):
+        return []
+    return [
+        "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps registering memory with "
+        "communicators that were released, and freeing memory can then raise an error; unset it, "
+        "or deregister memory pools in on_offload() and register them in on_reload()"
+    ]
 
 
 # -- NCCL's own functions: suspend and resume, and group calls around torch's calls -------------
