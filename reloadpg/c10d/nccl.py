@@ -46,7 +46,6 @@ import ctypes
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,31 +115,6 @@ if hasattr(_c10d, "ProcessGroupNCCL2"):
     # A dump with stack traces continues in a thread that is never joined. That thread acquires the
     # GIL while the interpreter exits, which ends the process with SIGABRT (seen on 2.15.0).
     _RECOVERY_SETTINGS["TORCH_INCLUDE_STACK_TRACE"] = ("0", "")
-
-
-def nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Settings of NCCL with their origin; environment variables take precedence over files. Local.
-
-    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
-    ``/etc/nccl.conf``; the first value of a name counts. It reads them once per process, and so
-    does this function.
-    """
-    prefixes = ("NCCL_", "TORCH_NCCL_")
-    given = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
-    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **given}
-
-
-@lru_cache
-def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[str, str]]:
-    settings: dict[str, tuple[str, str]] = {}
-    own = named or (os.path.join(home, ".nccl.conf") if home else "")
-    for path in filter(None, (own, "/etc/nccl.conf")):
-        with suppress(OSError), open(path, errors="replace") as file:
-            for line in file:
-                name, equals, value = line.partition("=")
-                if equals and not name.lstrip().startswith("#"):
-                    settings.setdefault(name.strip(), (value.strip(), path))
-    return settings
 
 
 def recovery_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -231,11 +205,11 @@ def suspend_obstacle(backend: CppBackend) -> str:
         return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
     if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
         return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
+    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        return "NCCL_CUMEM_ENABLE=0 makes a suspend release nothing"
     if library is None:
         return "the NCCL library that torch uses is not found in this process"
-    if not hasattr(library, "ncclCommSuspend"):
-        return f"{library._name} has no ncclCommSuspend"
-    return _cumem_obstacle()
+    return "" if hasattr(library, "ncclCommSuspend") else f"{library._name} has no ncclCommSuspend"
 
 
 def suspend_backend(backend: CppBackend) -> None:
@@ -341,11 +315,6 @@ def nccl_version() -> tuple[int, ...] | None:
         return None
     known = getattr(engine, "get_runtime_nccl_version", None) or cast(Any, torch.cuda.nccl).version
     return tuple(known())
-
-
-def _cumem_obstacle() -> str:
-    value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
-    return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")
 
 
 # -- the flight recorder ------------------------------------------------------------------------

@@ -191,20 +191,20 @@ def check_device() -> Findings:
 
 def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
     """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
-    from ..c10d.nccl import nccl_settings, release_cautions
+    from ..c10d.nccl import release_cautions
 
-    settings = nccl_settings(environ)
     found = partial(Finding, "nccl settings")
     for caution in release_cautions(environ):
         setting, _, remedy = caution.partition("; ")
         yield found("warning", setting, remedy)
     saver = "torch_memory_saver"
-    graphs, where = settings.get("NCCL_GRAPH_REGISTER", ("", ""))
+    graphs = environ.get("NCCL_GRAPH_REGISTER", "")
     if (saver in sys.modules or saver in environ.get("LD_PRELOAD", "")) and graphs != "0":
-        what = f"NCCL_GRAPH_REGISTER={graphs} in {where}" if graphs else "NCCL_GRAPH_REGISTER unset"
+        what = f"NCCL_GRAPH_REGISTER={graphs}" if graphs else "NCCL_GRAPH_REGISTER unset"
         what += f": with {saver}, graphs whose buffers NCCL has registered hang (SGLang#40648)"
         yield found("warning", what, "set NCCL_GRAPH_REGISTER=0 where CUDA graphs are captured")
-    shown = ", ".join(f"{name}={value}" for name, (value, _) in sorted(settings.items()))
+    prefixes = ("NCCL_", "TORCH_NCCL_")
+    shown = ", ".join(f"{n}={environ[n]}" for n in sorted(environ) if n.startswith(prefixes))
     yield found("ok", shown or "none are set")
 
 
