@@ -82,29 +82,6 @@ def shut_store_connections(store: Store) -> None:
                     duplicate.shutdown(socket.SHUT_RDWR)
 
 
-def is_store_host(store: Store, rank: int) -> bool:
-    """Whether the server of a TCPStore runs in this process, by the port on which it listens."""
-    port = getattr(unprefixed(store), "port", None)
-    if port is None:
-        return False
-    try:
-        mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")}
-        return any(f"socket:[{inode}]" in mine for inode in _listening(port))
-    except OSError:  # not Linux, or a descriptor has just been closed
-        return rank == 0
-
-
-def _listening(port: int) -> list[str]:
-    inodes = []
-    for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with suppress(FileNotFoundError), open(name, encoding="ascii") as file:
-            for line in list(file)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    inodes.append(fields[9])
-    return inodes
-
-
 def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int) -> list[str]:
     """List the keys that one member of a group has written to connect it, in the root store.
 

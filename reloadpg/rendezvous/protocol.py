@@ -404,7 +404,7 @@ class Rank:
             decision: how the operation ended.
             doing: this rank's work, or its plan after a disagreement; empty if it waited.
             waits: whether to wait for the answers of the other ranks, or until the deadline.
-            hosts: whether this process hosts the store, and leaves last.
+            hosts: whether this process may host the store, and leaves last.
             number: number of the operation; by default that which this rank has entered.
         """
         if decision.barrier < 0:  # its keys are deleted

@@ -100,7 +100,6 @@ class Rendezvous:
         self.recovered = 0
         self.peers = Peers(rank, watches=watches and root is not None)
         self.pause_s = max(0.1, size / 2000)
-        self._root = root
         self.client = client or StoreClient(root, rank, size)
         self._prefix = prefix
         self.state = Rank(rank, 1 if root is None else size, 0 if counts else 1)
@@ -158,15 +157,6 @@ class Rendezvous:
         thread = self.client.end()
         if thread is not None and thread is not threading.current_thread():
             thread.join(deadline.left)
-
-    def is_host(self) -> bool:
-        """Whether the store's server is in this process. Local."""
-        if self._root is None:
-            return False
-        try:
-            return stores.is_store_host(self._root(), self.rank)
-        except RuntimeError:
-            return False  # the job has ended
 
     # -- operations -------------------------------------------------------------------------
 
@@ -663,7 +653,7 @@ class Round:
         # Few ranks look for missing ones at first; the others find what those have written.
         seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
         said = plan if decision.kind == "disagree" else doing
-        steps = self._rank.close(decision, said, waits=waits, hosts=rendezvous.is_host())
+        steps = self._rank.close(decision, said, waits=waits, hosts=rendezvous.rank == 0)
         with suppress(ReloadpgError):  # the decision is known, without the names
             self.decision = rendezvous.drive(steps, Deadline(self.operation, seconds, self.phase))
         return self.decision
