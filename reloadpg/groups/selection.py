@@ -12,7 +12,7 @@ from ..c10d import tables
 from ..errors import InvalidOptionError
 from ..settings import as_flag, as_integer, as_names
 from ..texts import did_you_mean
-from .sets import TRAINER, check_name, creators, open_regions
+from .sets import TRAINER, creators, open_regions
 
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})
 """Backends that hold no device memory: reloadable only if named."""
@@ -183,24 +183,19 @@ def _rules(
 ) -> tuple[tuple[str | None, tuple[str, ...]], ...]:
     if sets is None:
         return ()
-    if not isinstance(sets, Mapping):
+    if isinstance(sets, Mapping):
+        given = {name: as_names(patterns) for name, patterns in sets.items()}
+    else:
         names = as_names(sets)
-        if names is None or any(not name or _GLOB & set(name) for name in names):
-            raise InvalidOptionError(
-                f"install(sets={sets!r}): not names of sets, and no mapping of sets to patterns; "
-                'nothing was installed. Pass for example sets=["engine"], or '
-                'sets={"engine": "vllm.*"}.'
-            )
-        sets = dict.fromkeys(names, ())
+        given = dict.fromkeys(("",) if names is None else names, ())
     rules: list[tuple[str | None, tuple[str, ...]]] = []
-    for name, given in sets.items():
-        if name is not None:
-            check_name(name, f"install(sets={{{name!r}: ...}})")
-        patterns = as_names(given)
-        if patterns is None or "" in patterns:
+    for name, patterns in given.items():
+        is_name = isinstance(name, str) and name and _GLOB.isdisjoint(name)
+        if patterns is None or "" in patterns or not (is_name or name is None):
             raise InvalidOptionError(
-                f"install(sets={{{name!r}: {given!r}}}): not a module pattern or a sequence of "
-                'them; nothing was installed. Pass for example "vllm.*".'
+                f"install(sets={sets!r}): not names of sets, and no mapping of sets to module "
+                'patterns; nothing was installed. Pass for example sets=["engine"], or '
+                'sets={"engine": "vllm.*"}.'
             )
         rules.append((name, patterns))
     return tuple(rules)
