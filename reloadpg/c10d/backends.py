@@ -225,25 +225,15 @@ def gloo_options(timeout: timedelta | None, device: object = None) -> Any:
 def pointer_of(backend: CppBackend) -> int:
     """The pointer of a backend's communicator for the current device; 0 if none is known.
 
-    ``ProcessGroupNCCL2`` has one communicator, and gives it for each device.
+    ``ProcessGroupNCCL2`` has one communicator, and gives it for each device. Each call of
+    ``ProcessGroupNCCL.eager_connect_single_device`` creates one and leaks the previous one (torch
+    2.13.0 and 2.14.1, over stand-ins for CUDA and NCCL), so look for it first.
     """
     pointer = getattr(backend, "_comm_ptr", None)
     try:
         return 0 if pointer is None else int(pointer())
     except RuntimeError:  # raised if there is no communicator
         return 0
-
-
-def is_connected(backend: CppBackend, index: int | None = None) -> bool:
-    """Whether a backend has a communicator for a device; False if that is unknown.
-
-    ``index`` is that of the device; by default it is this rank's.
-
-    Each call of ``ProcessGroupNCCL.eager_connect_single_device`` creates a communicator and leaks
-    the previous one (torch 2.13.0 and 2.14.1, over stand-ins for CUDA and NCCL).
-    """
-    with devices.current(devices.index_of_rank() if index is None else index):
-        return pointer_of(backend) != 0
 
 
 def aborted_groups() -> list[str]:

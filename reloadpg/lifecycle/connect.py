@@ -18,7 +18,7 @@ from ..c10d.backends import (
     backend_for,
     connects_eagerly,
     connects_in_first_use,
-    is_connected,
+    pointer_of,
     raise_for_aborted,
 )
 from ..errors import InvalidOptionError, RebuildError
@@ -56,7 +56,7 @@ def connect_group(group: ManagedGroup) -> Any:
     device = _device(group)
     backend = backend_for(group.proxy, device)
     with devices.current(device.index):
-        if not is_connected(backend, device.index):
+        if not pointer_of(backend):
             backend.eager_connect_single_device(device)
     return backend
 

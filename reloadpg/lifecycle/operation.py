@@ -57,7 +57,7 @@ SUSPENDING = ("quiesced", "suspended", "room", "resumed")
 TOUCHING = ("suspended", "released", "resumed", "done")
 """The phases in which groups change: if a round ends there, the groups have failed."""
 
-_DEFAULTS = Options(Selection.of(None, 2, True), "recreate", timedelta(minutes=5))
+_DEFAULTS = Options(Selection(), "recreate", timedelta(minutes=5))
 """The options of an operation that does nothing, because the library is off."""
 
 _OUTSIDE = (
