@@ -79,19 +79,12 @@ def _copied(value: Any) -> Any:
         return [_copied(item) for item in value]
 
 
+@lru_cache(maxsize=64)
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the parameters that can be passed by position, in order. Cached."""
-    # Python creates a method object at each access; it would keep its instance alive.
-    return (_read_parameters if inspect.ismethod(function) else _known_parameters)(function)
-
-
-def _read_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that can be passed by position, in order."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
-
-
-_known_parameters = lru_cache(maxsize=64)(_read_parameters)
 
 
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
@@ -116,7 +109,8 @@ class Call(NamedTuple):
     @property
     def given(self) -> dict[str, Any]:
         """The arguments that were passed, by parameter name. Omitted parameters are absent."""
-        return {**dict(zip(parameters_of(self.function), self.args, strict=False)), **self.kwargs}
+        names = parameters_of(self.function) if self.args else ()
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
     def replacing(self, name: str, value: object) -> Call:
         """Return a copy of the call with another value for one parameter."""
@@ -143,6 +137,8 @@ class Construction:
     is computed when an operation first reads it. A frozen dataclass takes 7 us instead of 1.
 
     Attributes:
+        call: the call that created it; of a group passed to ``register_group()``, the one that
+            rebuilds it.
         name: the group's stable name, as torch gave it the first time.
         members: global ranks, in the order of their group ranks, as :func:`c10d.entry_of` has them.
         backend: the requested backend (``nccl``, ``cpu:gloo,cuda:nccl``).
@@ -150,7 +146,6 @@ class Construction:
         selected: the device types whose backend is released and rebuilt.
         defaults: ``pg_options`` and timeout if the call has none: those of the group, or None.
         place: the sort key, if it does not follow from the name.
-        rebuild: recreates a group passed to ``register_group()``; called in place of ``call``.
     """
 
     call: Call
@@ -163,7 +158,6 @@ class Construction:
     desc: str = ""
     defaults: tuple[object, timedelta | None] = (None, None)
     place: Order | None = None
-    rebuild: Callable[[], ProcessGroup] | None = None
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -201,7 +195,7 @@ class Construction:
     @property
     def is_handed_over(self) -> bool:
         """Whether it was passed to ``register_group()``; its ranks are not those of the job."""
-        return self.rebuild is not None
+        return self.order[:1] == HANDED_OVER
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -245,9 +239,9 @@ class Construction:
                 default group's device; a group that has no backend for it is bound to none.
             whole: whether to also create the backends that stay alive in an offload.
         """
-        if self.rebuild is not None:
+        if self.is_handed_over:
             with verbatim():
-                return self.rebuild()
+                return cast(ProcessGroup, self.call())
         if device is not None and device.type not in self.devices:
             device = None
         # The other backends of a mixed group were not released.

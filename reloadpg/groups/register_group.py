@@ -77,7 +77,6 @@ def register_group(
         group.rank(),
         str(group.group_desc),
         place=(*HANDED_OVER, name),
-        rebuild=rebuild,
     )
     proxy = ReloadableProcessGroup(group, construction)
     proxy._managed.set_name = set_name

@@ -492,7 +492,7 @@ class Operation:
         )
         if self.name == "offload":
             return ReleaseError(text)
-        return RebuildError(f"{text}. {_OUTSIDE}" if group.construction.rebuild else text)
+        return RebuildError(f"{text}. {_OUTSIDE}" if group.construction.is_handed_over else text)
 
     def doing(self) -> str:
         """The groups that the threads process, for messages."""
