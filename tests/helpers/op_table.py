@@ -232,16 +232,17 @@ COLLECTIVES: dict[str, Filled] = {
         lambda c: torch.zeros(sum(c.splits)),
         lambda c, t: (t, c.uneven(), c.splits, c.splits),
     ),
-    "barrier": (lambda c: "passed", lambda c, t: ()),
 }
 """Functions that take ``async_op``."""
 
 OBJECTS: dict[str, Filled] = {
     "all_gather_object": (Case.empty, lambda c, t: (t, {"rank": c.me, "salt": c.salt})),
     "gather_object": (Case.empty, lambda c, t: ((c.me, c.salt), c.at_root(t), c.root)),
-    "scatter_object_list": (lambda c: [None], lambda c, t: (t, c.at_root([*c.members]), c.root)),
+    "scatter_object_list": (
+        lambda c: [None],
+        lambda c, t: (t, c.at_root([(rank, c.salt) for rank in c.members]), c.root),
+    ),
     "broadcast_object_list": (lambda c: [c.me, c.at_root(c.salt)], lambda c, t: (t, c.root)),
-    "monitored_barrier": (lambda c: "passed", lambda c, t: ()),
 }
 
 
@@ -268,9 +269,30 @@ for _name, (_make, _arguments) in {**COLLECTIVES, **OBJECTS}.items():
 for _name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
     _op = getattr(dist.ReduceOp, _name)
     collective(f"all_reduce[{_name}]", lambda c: c.own().double(), lambda c, t: (t,), op=_op)
-for _name in ("BAND", "BOR", "BXOR"):
+BITS: dict[str, Callable[[Case], torch.Tensor]] = {
+    "BAND": lambda c: ~c.own().long(),  # the numbers themselves share the same bits at each stage
+    "BOR": lambda c: c.own().long(),
+    "BXOR": lambda c: c.own().long(),
+}
+for _name, _own in BITS.items():
     _op = getattr(dist.ReduceOp, _name)
-    collective(f"all_reduce[{_name}]", lambda c: c.own().long(), lambda c, t: (t,), op=_op)
+    collective(f"all_reduce[{_name}]", _own, lambda c, t: (t,), op=_op)
+
+
+def barrier(case: Case, name: str) -> int:
+    """How many members have called it when it is over."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = "-".join((name, case.name, case.mode, str(case.salt)))
+    store.add(key, 1)
+    if name == "barrier":
+        case.done(dist.barrier(case.group, async_op=case.is_async))
+    else:
+        dist.monitored_barrier(case.group)
+    return int(store.add(key, 0))
+
+
+row("barrier", partial(barrier, name="barrier"), modes=BOTH)
+row("monitored_barrier", partial(barrier, name="monitored_barrier"))
 
 
 # -- point to point -------------------------------------------------------------------------------
