@@ -137,7 +137,7 @@ def test_an_error_of_a_callback_after_a_reload_is_this_ranks_alone(rank: int) ->
 @pytest.mark.parametrize("where", ["callback", "disagreement"])
 def test_a_reload_after_an_offload_that_failed_calls_its_callbacks(where: str, rank: int) -> None:
     """What ``on_offload`` has freed is created again, though no group was released."""
-    gloo()
+    gloo(sets="engine")
     calls: list[str] = []
     group = dist.new_group([0, 1])
     reloadpg.on_generation(
