@@ -14,8 +14,7 @@ only with a note in the changelog.
   ``Connect``.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
 * Memory: :func:`add_source`.
-* State: :class:`Installation`, :func:`reload_world`, :func:`running`,
-  :func:`between_operations`, :func:`is_inherited`;
+* State: :class:`Installation`, :func:`reload_world`, :func:`running`, :func:`is_inherited`;
   :class:`LibraryThread`, a thread that ends before the interpreter does.
 """
 
@@ -39,18 +38,18 @@ from .lifecycle.connect import check_group as check_group
 from .lifecycle.connect import validate as validate
 from .lifecycle.install import Installation as Installation
 from .lifecycle.install import reload_world as reload_world
+from .lifecycle.job import jobs
 from .lifecycle.memory import add_source as add_source
 from .lifecycle.offload import release as release
 from .lifecycle.operation import Operation as Operation
 from .lifecycle.pending import Pending as Pending
 from .lifecycle.pending import run as run
 from .lifecycle.reload import restore as restore
-from .lifecycle.status import between_operations as between_operations
-from .lifecycle.status import running as running
 from .threads import LibraryThread as LibraryThread
 
 is_inherited = registry.is_inherited
 managed_groups = registry.managed
+running = jobs.progress
 
 
 def declared_sets() -> frozenset[str]:
@@ -70,7 +69,6 @@ __all__ = [
     "Operation",
     "Pending",
     "add_source",
-    "between_operations",
     "callbacks",
     "check_group",
     "check_name",

@@ -11,7 +11,6 @@ It writes one dump, of the first timeout in the job, as torch does.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -20,10 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from ..c10d import backends, nccl, stores, tables
-from ..errors import ReloadpgError
 from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..threads import LibraryThread
@@ -57,11 +55,13 @@ class DumpWatch(LibraryThread):
         self._rank = rank
         self._ended = threading.Event()
 
+    def dismiss(self) -> None:
+        self._ended.set()
+
     def end(self) -> None:
         """End the thread; waits a limited time. Local, idempotent."""
-        atexit.unregister(self.end)
-        self._ended.set()
-        if self.ident is not None and self is not threading.current_thread():
+        self.dismiss()
+        if self is not threading.current_thread():
             self.join(_END_S)
 
     def run(self) -> None:
@@ -93,32 +93,12 @@ class DumpWatch(LibraryThread):
             )
 
 
-def watch(running: DumpWatch | None, root: Callable[[], Store], rank: int) -> DumpWatch | None:
-    """Start to watch for timeouts, after a reload, if torch's groups do not. Local, non-blocking.
-
-    Args:
-        running: what an earlier call has returned, with the thread that runs or has ended.
-        root: returns the job's store.
-        rank: the rank of this process.
-    """
-    if running is not None:
-        return running
-    plain = [group for group in tables.known_groups() if managed(group) is None]
-    inner = [group.communicator for group in registry.managed()]
-    if not _lacks_dumps([*plain, *(group for group in inner if group is not None)]):
-        return None
-    started = DumpWatch(root, rank)
-    with suppress(ReloadpgError):  # no thread can be started
-        started.start()
-        atexit.register(started.end)  # before the interpreter's exit waits for threads
-        return started
-    return None
-
-
-def _lacks_dumps(groups: Iterable[ProcessGroup]) -> bool:
-    """Whether none of these live groups writes dumps, although one may signal a timeout."""
+def lacks_dumps() -> bool:
+    """Whether no live group writes dumps, although one may signal a timeout. Local."""
     if _given(_SIZES) == "0" or _given(_SWITCHES).lower() in _OFF:
         return False
+    groups = [group for group in tables.known_groups() if managed(group) is None]
+    groups += [g.communicator for g in registry.managed() if g.communicator is not None]
     watched: list[Any] = [one for group in groups for one in backends.monitored_backends(group)]
     return bool(watched) and all(backend.uid for backend in watched)
 

@@ -46,17 +46,12 @@ class Installation:
         self.options = options
         self._owner = owner
 
-    def uninstall(self) -> None:
-        """Like :func:`uninstall`, if this handle's ``install`` made the installation."""
-        if self._owner:
-            uninstall()
-            self._owner = False
-
     def __enter__(self) -> Installation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.uninstall()
+        if self._owner:
+            uninstall()
 
 
 def install(

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from ..groups.sets import SetState
 from ..rendezvous.round import Rendezvous
 from ..rendezvous.store_client import StorePool
 from ..threads import Deadline, Task, exiting
-from .dumps import DumpWatch, watch
+from .dumps import DumpWatch, lacks_dumps
 
 if TYPE_CHECKING:
     from ..reports import OperationStatus
@@ -109,9 +110,12 @@ class Job:
 
     def watch_dumps(self) -> None:
         """Write the flight recorder's dump at a timeout, if torch no longer does. Local."""
-        if not self.rendezvous.alone:
+        if self.dumps is None and not self.rendezvous.alone and lacks_dumps():
             root = stores.root_store_of_job(self.world)
-            self.dumps = watch(self.dumps, root, self.rendezvous.rank)
+            watch = DumpWatch(root, self.rendezvous.rank)
+            with suppress(ReloadpgError):  # no thread can be started
+                watch.start()
+                self.dumps = watch
 
 
 class Jobs:
@@ -217,6 +221,7 @@ class Jobs:
         return self._operation() is not None
 
     def progress(self) -> OperationStatus | None:
+        """Return the progress of the running operation; None if there is none. Local, cheap."""
         running = self._operation()
         return None if running is None else running.status()
 

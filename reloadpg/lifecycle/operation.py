@@ -7,7 +7,6 @@ ranks.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,8 +38,6 @@ from .destroy import abort
 from .job import Job, Unfinished, jobs
 from .status import not_reloadable, nothing_released
 from .suspend import planned
-
-logger = logging.getLogger("reloadpg")
 
 Action = Callable[[ManagedGroup, CancelToken, int], object]
 """What a thread does with a group. It has the token of its results, which are committed only while
@@ -264,13 +261,10 @@ class Operation:
         groups, whole = list(reversed(self.groups)), self.name == "recover"
         aborts = abort(job, groups, GroupState.FAILED, reason, whole=whole)
         # Usually their memory is free before the caller sees the error. An abort that hangs must
-        # not withhold the error: the next operation waits for it again, and reports it.
+        # not withhold the error: the report names it, and the next operation waits for it again.
         end = Deadline(self.name, _ABORT_S)
         for aborting in aborts:
-            if aborting.runs(end.left):
-                logger.error(
-                    "%s: after %g s, %s; its memory is not free", self.name, _ABORT_S, aborting
-                )
+            aborting.runs(end.left)
 
     # -- what it changes --------------------------------------------------------------------
 

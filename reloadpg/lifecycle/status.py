@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -14,29 +13,9 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER
-from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
+from ..reports import BypassedGroup, GroupStatus, SetStatus, Status
 from . import memory
 from .job import Job, jobs
-
-
-def running() -> OperationStatus | None:
-    """Return the progress of this process's offload or reload; None if none is running.
-
-    Local, cheap, from any thread and from a signal handler.
-    """
-    return jobs.progress()
-
-
-@contextmanager
-def between_operations() -> Iterator[bool]:
-    """Whether no operation runs or begins; then none begins in the block. Local, non-blocking."""
-    lock: Any = registry.lock
-    locked = lock.acquire(blocking=False)
-    try:
-        yield locked and not jobs.busy
-    finally:
-        if locked:
-            lock.release()
 
 
 def status() -> Status:
@@ -46,10 +25,21 @@ def status() -> Status:
     offloaded, after a failure. While an operation runs, the groups' ``memory_bytes`` are None,
     since another thread may be releasing the communicators.
     """
+    lock: Any = registry.lock
+    locked = lock.acquire(blocking=False)  # while it is held, no operation begins
+    try:
+        return _status(asks=locked and not jobs.busy)
+    finally:
+        if locked:
+            lock.release()
+
+
+def _status(asks: bool) -> Status:
+    """Return the status; ``asks``: also the communicators, for their memory."""
     options = registry.options
     world = tables.world()
     groups = registry.managed()
-    shown = tuple(_group_status(group) for group in groups)
+    shown = tuple(_group_status(group, asks) for group in groups)
     job = jobs.known
     unfinished = job.unfinished if job else []
     bypassed = registry.bypassed()
@@ -78,7 +68,7 @@ def status() -> Status:
             )
             for group, bypass in bypassed
         ),
-        running=running(),
+        running=jobs.progress(),
         sets=_sets(job, shown),
         borrowed=borrowed(groups),
         off=registry.off,
@@ -112,9 +102,9 @@ def _held(stats: Mapping[str, int]) -> int:
     return stats.get("total", 0) - moved
 
 
-def _group_status(group: ManagedGroup) -> GroupStatus:
+def _group_status(group: ManagedGroup, asks: bool) -> GroupStatus:
     timeouts, history = group.current_timeouts(), group.history
-    stats = None if jobs.busy else group.memory_stats()
+    stats = group.memory_stats() if asks else None
     selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
     return GroupStatus(
         group.name,

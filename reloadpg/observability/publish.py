@@ -23,7 +23,6 @@ from reloadpg import on_report
 from reloadpg.c10d import tables
 from reloadpg.extend import (
     LibraryThread,
-    between_operations,
     callbacks,
     is_inherited,
     register,
@@ -172,9 +171,8 @@ class Publisher:
         while True:
             ended = self._ended
             try:
-                with between_operations() as free:
-                    if free:
-                        self._look()
+                if running() is None:
+                    self._look()
                 self._write()
                 self._trouble = False
             except Exception as error:  # the directory may come back

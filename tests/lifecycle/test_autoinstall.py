@@ -266,7 +266,8 @@ def test_install_after_autoinstall():
     activate()
     handle = reloadpg.install()
     assert handle.options.settings()["exclude"] == ["SERVICE", "*_GLOO"]
-    handle.uninstall()
+    with handle:
+        pass
     assert reloadpg.is_installed()  # the handle of the second install owns nothing
     with pytest.raises(reloadpg.errors.PatchConflictError, match=r"min_size=3 \(in place: 2\)"):
         reloadpg.install(min_size=3)
