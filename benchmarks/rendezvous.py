@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from _output import machine, write_json
 
-from reloadpg.rendezvous.plan import GroupPlan, Plan
+from reloadpg.rendezvous.plan import Entry, Plan
 from reloadpg.rendezvous.round import Rendezvous
 from reloadpg.testing import run_ranks
 from reloadpg.texts import table
@@ -64,8 +64,8 @@ class Counting(dist.Store):
 
 
 def _plan(size: int) -> Plan:
-    group = GroupPlan("0", tuple(range(size)), 0, "recreate", 1234, "trainer")
-    return Plan("offload", {"timeout_s": "300.0"}, (group,))
+    group = Entry("group '0'", tuple(range(size)), {"set": "trainer"}, {"generation": "0"})
+    return Plan("offload", (Entry("install()", (), {"timeout_s": "300.0"}), group))
 
 
 def measure(

@@ -22,7 +22,7 @@ from ..c10d import backends, devices, tables
 from ..errors import ReloadpgError
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
-from ..rendezvous.plan import Plan
+from ..rendezvous.plan import Entry, Plan
 from ..rendezvous.round import Rendezvous, Round
 from ..settings import as_timedelta
 from ..texts import named_ranks
@@ -294,8 +294,8 @@ class _Creation:
         On failure, the groups are aborted.
         """
         mesh_dims = "none" if self.sizes is None else _shown(self.sizes)
-        settings = {"backend": self.backend, "mesh_dims": mesh_dims, "connect": self.connect}
-        round_.agree("agree", Plan("init_distributed", settings))
+        arguments = {"backend": self.backend, "mesh_dims": mesh_dims, "connect": self.connect}
+        round_.agree("agree", Plan("init_distributed", (Entry("", (), arguments),)))
         made: list[DeviceMesh | None] = []
         wanted = CancelToken()
 

@@ -9,7 +9,6 @@ same backend, timeout and options. So no group depends on another one.
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -211,16 +210,14 @@ class Construction:
     def is_mixed(self) -> bool:
         return bool(self.kept)
 
-    @cached_property
-    def digest(self) -> int:
-        """40-bit digest of name, members, backends and order; must be equal on all members."""
-        text = repr((self.name, self.ranks, sorted(self.devices.items()), self.order))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+    @property
+    def backends(self) -> str:
+        """The backend of each device type; equal on all members."""
+        return ",".join(f"{device}:{name}" for device, name in sorted(self.devices.items()))
 
     @property
     def summary(self) -> str:
-        backends = ",".join(f"{device}:{name}" for device, name in sorted(self.devices.items()))
-        return backends if self.desc in ("", "undefined") else f"{backends} {self.desc!r}"
+        return self.backends if self.desc in ("", "undefined") else f"{self.backends} {self.desc!r}"
 
     def name_of_generation(self, suffix: str) -> str:
         """Return the name of a new generation. The first rank tells the parts of a split apart."""

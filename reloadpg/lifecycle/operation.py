@@ -26,7 +26,7 @@ from ..groups.offloaded import GroupState, UnderWay
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection
 from ..groups.sets import SetState, concerns
-from ..rendezvous.plan import GENERATION, GroupPlan, Plan
+from ..rendezvous.plan import GENERATION, Entry, Plan
 from ..rendezvous.round import Interrupted, Round
 from ..rendezvous.store_client import StorePool
 from ..reports import GroupReport, OperationStatus, RankFault, Report, Span
@@ -298,29 +298,35 @@ class Operation:
         """The states of the sets that it changes."""
         return [self._known.sets[name] for name in self.concerned]
 
-    def _plan(self, settings: Mapping[str, str]) -> Plan:
+    def _plan(self, arguments: Mapping[str, str]) -> Plan:
         """The plan, which must be equal on all ranks; without the state if it is ``whole``."""
         job, state = self._known, {}
         if self.name != "recover":
-            settings = {"chosen sets": self._shown_sets, **settings}
+            arguments = {"chosen sets": self._shown_sets, **arguments}
         if not self.whole:
-            states = "; ".join(f"{name}: {job.sets[name]}" for name in sorted(registry.sets))
-            state = {GENERATION: str(job.generation), "state": states}
+            state = {f"set {name}": str(job.sets[name]) for name in registry.sets}
+            state[GENERATION] = str(job.generation)
         options = {name: str(value) for name, value in self.options.settings().items()}
-        groups = tuple(
-            GroupPlan(
-                group.name,
-                construction.ranks,
-                0 if self.whole else group.generation,
-                "recreate" if self.whole else planned(group, self.options.strategy),
-                construction.digest,
-                group.set_name,
-                construction.summary,
-            )
-            for group in self._planned
-            if not (construction := group.construction).is_handed_over
+        groups = [g for g in self._planned if not g.construction.is_handed_over]
+        return Plan(
+            self.name,
+            (
+                Entry("install()", (), options),
+                Entry("", (), arguments, state),
+                *map(self._entry, groups),
+            ),
         )
-        return Plan(self.name, dict(settings), groups, options, state)
+
+    def _entry(self, group: ManagedGroup) -> Entry:
+        """What the members of a group must agree on."""
+        made, state = group.construction, {}
+        fixed = {"backend": made.backends, "set": group.set_name}
+        if not self.whole:
+            shut_down = group.state is GroupState.DESTROYED
+            fixed["communicator"] = "shut down" if shut_down else "in use"
+            strategy = planned(group, self.options.strategy)
+            state = {GENERATION: str(group.generation), "strategy": strategy}
+        return Entry(f"group {group.name!r}", made.ranks, fixed, state, made.summary)
 
     def _commit(self) -> None:
         """Record the state that all ranks have after the last barrier. Once."""
@@ -363,16 +369,16 @@ class Operation:
         self,
         said: str = "",
         summary: Callable[[Sequence[str]], str] = "\n".join,
-        **settings: str,
+        **arguments: str,
     ) -> str:
         """Agree on the plan with all ranks; see :meth:`Round.agree`.
 
         Args:
             said, summary: what this rank says to all ranks, and how that is summarized.
-            settings: further arguments of the call that must be equal on all ranks.
+            arguments: further arguments of the call that must be equal on all ranks.
         """
         with self.step("wait.enter"):
-            return self.round.agree("enter", self._plan(settings), said, summary)
+            return self.round.agree("enter", self._plan(arguments), said, summary)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; the last one commits. See :meth:`Round.barrier`."""

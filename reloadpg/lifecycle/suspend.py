@@ -23,8 +23,6 @@ from ..errors import BorrowedError, InsufficientMemoryError
 from ..groups.borrowed import borrowed, is_of
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
-from ..groups.offloaded import GroupState
-from ..rendezvous.plan import SHUT_DOWN
 from ..texts import counted, mebibytes
 from ..threads import CancelToken
 from . import memory
@@ -86,8 +84,6 @@ def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
 
 def planned(group: ManagedGroup, strategy: str) -> str:
     """The strategy of a group before the choice, equal on all of its members. Local."""
-    if group.state is GroupState.DESTROYED:
-        return SHUT_DOWN
     if group.is_live:
         return strategy
     return group.history.strategy if group.communicator is not None else "recreate"

@@ -4,108 +4,78 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
-from ..texts import format_ranks, named_ranks
+from ..texts import named_ranks
 
 GENERATION = "generation"
-"""The state that is the job's number of reloads."""
+"""The state that is a number of reloads: of the job, or of a group."""
 
-SHUT_DOWN = "none, it was shut down"
-"""The strategy of a group whose ``shutdown()`` or ``abort()`` the program has called."""
+_MOST = 3
+"""Maximum number of entries that a message names."""
 
 
 @dataclass(frozen=True)
-class GroupPlan:
-    """One member's plan for one group.
+class Entry:
+    """One thing that ranks must agree on: a group, the options of ``install``, a call.
 
     Attributes:
-        name: its name; the parts of a split can share a name.
-        members: global ranks.
-        generation: the reload that built its communicator.
-        strategy: the strategy that releases or restores it.
-        digest: 40-bit digest of all else that must be equal on all members.
-        set: the set that it belongs to.
-        detail: backends and description, for the error message only.
+        subject: what it is; groups with different ``members`` can share it. May be empty.
+        members: the ranks of a group, in an order that they share; empty for all ranks.
+        fixed: values that the program determines, by name.
+        state: values by name that failures can leave different between the ranks.
+        detail: further description, for messages only.
     """
 
-    name: str
+    subject: str
     members: tuple[int, ...]
-    generation: int
-    strategy: str
-    digest: int
-    set: str = ""
+    fixed: Mapping[str, str]
+    state: Mapping[str, str] = field(default_factory=dict)
     detail: str = ""
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        ranks = f" of {named_ranks(self.members)}" if self.members else ""
+        return f"{self.subject}{detail}{ranks}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's plan for a round.
-
-    Attributes:
-        operation: ``offload`` or ``reload``.
-        settings: arguments that must be equal on all ranks, by name.
-        state: the state of the groups as this rank knows it, by name. Failures can leave ranks with
-            different ones, as they can the generations and strategies of groups.
-        groups: what must be equal on all members of each group.
-        options: the options of ``install`` that must be equal on all ranks, by name.
-    """
+    """One rank's plan for a round: ``offload`` or ``reload``, and what it must agree on."""
 
     operation: str
-    settings: Mapping[str, str]
-    groups: tuple[GroupPlan, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)
-    state: Mapping[str, str] = field(default_factory=dict)
+    entries: tuple[Entry, ...] = ()
 
     @property
     def generation(self) -> int:
         """The highest generation that this rank knows."""
-        return max([int(self.state.get(GENERATION, 0)), *(g.generation for g in self.groups)])
-
-    def without_state(self) -> Plan:
-        """Return the plan without what failures can leave different between the ranks."""
-        groups = tuple(
-            replace(group, generation=0, strategy="" if group.strategy != SHUT_DOWN else SHUT_DOWN)
-            for group in self.groups
-        )
-        return replace(self, groups=groups, state={})
+        return max((int(entry.state.get(GENERATION, 0)) for entry in self.entries), default=0)
 
     def contribution(self, rank: int, size: int) -> int:
         """Return this rank's summand: the sum over all ranks is zero exactly if all plans agree.
 
-        For each group, the first member subtracts what the others add. One 64-bit integer holds the
+        For each entry, the first member subtracts what the others add. One 64-bit integer holds the
         number of arrived ranks in its low bits and the sum above. Digests therefore have 40 bits
-        for up to 31 ranks and 21 bits for 16,384 ranks: the sum does not overflow with 512 groups
+        for up to 31 ranks and 21 bits for 16,384 ranks: the sum does not overflow with 512 entries
         per rank, and a difference is missed with a probability of 10^-12 to 10^-6.
         """
         bits = min(40, 51 - 2 * size.bit_length())
-        total = _share(self._job_digest(bits), range(size), rank)
-        for group in self.groups:
-            text = f"{group.digest}:{group.name}:{group.generation}:{group.strategy}:{group.set}"
-            total += _share(_digest(text, bits), group.members, rank)
+        total = 0
+        for entry in self.entries:
+            values = sorted(entry.fixed.items()), sorted(entry.state.items())
+            text = json.dumps([self.operation, entry.subject, entry.members, values])
+            total += _share(_digest(text, bits), entry.members or range(size), rank)
         return total
 
-    def _job_digest(self, bits: int) -> int:
-        settings = sorted({**self.options, **self.settings, **self.state}.items())
-        return _digest(json.dumps([self.operation, settings]), bits)
-
     def to_json(self) -> str:
-        return json.dumps(
-            [
-                self.operation,
-                dict(self.settings),
-                [astuple(group) for group in self.groups],
-                dict(self.options),
-                dict(self.state),
-            ]
-        )
+        return json.dumps([self.operation, [astuple(entry) for entry in self.entries]])
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        operation, settings, groups, options, state = json.loads(text)
-        built = (GroupPlan(name, tuple(members), *rest) for name, members, *rest in groups)
-        return cls(operation, settings, tuple(built), options, state)
+        operation, entries = json.loads(text)
+        built = (Entry(subject, tuple(members), *rest) for subject, members, *rest in entries)
+        return cls(operation, tuple(built))
 
 
 def _digest(text: str, bits: int) -> int:
@@ -120,28 +90,23 @@ def _share(digest: int, members: Sequence[int], rank: int) -> int:
 def differences(plans: Mapping[int, Plan]) -> str:
     """Say in what the plans differ, on which ranks, and what to do.
 
-    The operations are compared first, then all options and the state, then the groups.
+    The operations are compared first, then what the program determines, then the state.
 
     Args:
         plans: by rank.
     """
-    return "; ".join(_differences(plans)) or "the plans differ in their digests only"
-
-
-def _differences(plans: Mapping[int, Plan]) -> list[str]:
     if text := _values({rank: f"{plan.operation}()" for rank, plan in plans.items()}):
-        return [text, "call the same operation on all ranks"]
-    texts = _settings({rank: plan.options for rank, plan in plans.items()})
-    if texts:
-        return [*texts, "give install() the same options on all ranks"]
-    texts = _settings({rank: plan.settings for rank, plan in plans.items()})
-    if not texts:
-        texts = _settings({rank: plan.state for rank, plan in plans.items()})
-        texts += ["reload() on all ranks rebuilds their groups"] if texts else []
-    texts = texts or _groups(plans)
-    if len(texts) > 3:
-        texts[3:] = [f"{len(texts) - 3} more groups differ"]
-    return texts
+        return f"{text}; call the same operation on all ranks"
+    fixed = _differences(plans, lambda entry: entry.fixed)
+    calls = [(entry, text) for entry, text in fixed if not entry.members]
+    if calls:  # the groups of a rank follow from them
+        return f"{_shortened(calls)}; give the same arguments on all ranks"
+    if fixed:
+        return _shortened(fixed)
+    state = _differences(plans, lambda entry: entry.state)
+    if state:
+        return f"{_shortened(state)}; reload() on all ranks rebuilds the groups"
+    return "the plans differ in their digests only"
 
 
 def reconciled(plans: Mapping[int, Plan]) -> int:
@@ -152,9 +117,41 @@ def reconciled(plans: Mapping[int, Plan]) -> int:
     """
     if any(plan.operation != "reload" for plan in plans.values()):
         return 0
-    if _differences({rank: plan.without_state() for rank, plan in plans.items()}):
+    if _differences(plans, lambda entry: entry.fixed):
         return 0
     return 1 + max(plan.generation for plan in plans.values())
+
+
+def _differences(
+    plans: Mapping[int, Plan], values_of: Callable[[Entry], Mapping[str, str]]
+) -> list[tuple[Entry, str]]:
+    """The entries that some of their ranks lack or have with other values, and what differs."""
+    holders: dict[tuple[str, tuple[int, ...]], dict[int, Entry]] = {}
+    for rank in sorted(plans):
+        for entry in plans[rank].entries:
+            holders.setdefault((entry.subject, entry.members), {})[rank] = entry
+    found = []
+    for held in holders.values():
+        entry = next(iter(held.values()))
+        lacking = [rank for rank in entry.members if rank in plans and rank not in held]
+        if lacking:
+            text = (
+                f"{entry} exists on {named_ranks(held)} and not on {named_ranks(lacking)} "
+                "(destroyed there, in another set, or created before install)"
+            )
+            found.append((entry, text))
+        elif text := _different({rank: values_of(entry) for rank, entry in held.items()}):
+            found.append((entry, f"{entry}: {text}" if entry.subject else text))
+    return found
+
+
+def _different(given: Mapping[int, Mapping[str, str]]) -> str:
+    names = sorted({name for values in given.values() for name in values})
+    texts = {
+        name: _values({rank: values.get(name, "unset") for rank, values in given.items()})
+        for name in names
+    }
+    return "; ".join(f"{name} is {text}" for name, text in texts.items() if text)
 
 
 def _values(values: Mapping[int, str]) -> str:
@@ -167,48 +164,8 @@ def _values(values: Mapping[int, str]) -> str:
     return " and ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items())
 
 
-def _settings(given: Mapping[int, Mapping[str, str]]) -> list[str]:
-    names = sorted({name for settings in given.values() for name in settings})
-    values = {
-        name: _values({rank: settings.get(name, "unset") for rank, settings in given.items()})
-        for name in names
-    }
-    return [f"{name} is {text}" for name, text in values.items() if text]
-
-
-def _groups(plans: Mapping[int, Plan]) -> list[str]:
-    holders: dict[tuple[str, int], dict[int, GroupPlan]] = {}
-    for rank in sorted(plans):
-        for group in plans[rank].groups:
-            holders.setdefault((group.name, group.members[0]), {})[rank] = group
-    texts = []
-    for held in holders.values():
-        group = next(iter(held.values()))
-        details = {plan.detail for plan in held.values()} - {""}
-        shown = f"group {group.name!r}" + (f" ({group.detail})" if len(details) == 1 else "")
-        lacking = [rank for rank in group.members if rank in plans and rank not in held]
-        if lacking:
-            texts.append(
-                f"{shown} of {named_ranks(group.members)} exists on "
-                f"{named_ranks(held)} and not on {named_ranks(lacking)} (destroyed there, in "
-                "another set, or created before install)"
-            )
-        elif text := _one_group(held):
-            texts.append(f"{shown}: {text}")
-    return texts
-
-
-def _one_group(held: Mapping[int, GroupPlan]) -> str:
-    members = {rank: f"[{format_ranks(group.members)}]" for rank, group in held.items()}
-    for name, values in (
-        ("members are", members),
-        ("set is", {rank: group.set for rank, group in held.items()}),
-        ("generation is", {rank: str(group.generation) for rank, group in held.items()}),
-        ("strategy is", {rank: group.strategy for rank, group in held.items()}),
-        ("created as", {rank: group.detail for rank, group in held.items()}),
-    ):
-        if text := _values(values):
-            return f"{name} {text}"
-    if len({group.digest for group in held.values()}) > 1:
-        return f"its creation differs between {named_ranks(held)}"
-    return ""
+def _shortened(found: Sequence[tuple[Entry, str]]) -> str:
+    texts = [text for _, text in found]
+    if len(texts) > _MOST:
+        texts[_MOST:] = [f"{len(texts) - _MOST} more groups differ"]
+    return "; ".join(texts)

@@ -433,7 +433,7 @@ class Round:
         """
         rendezvous = self._rendezvous
         share = 0 if rendezvous.alone else plan.contribution(rendezvous.rank, rendezvous.size)
-        return self._barrier(phase, plan.to_json(), share, said, summary).text
+        return self._barrier(phase, plan, share, said, summary).text
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive. Collective, blocking, with a timeout.
@@ -447,7 +447,7 @@ class Round:
     def _barrier(
         self,
         phase: str,
-        plan: str = "",
+        plan: Plan | None = None,
         share: int = 0,
         said: str = "",
         summary: Callable[[Sequence[str]], str] = "\n".join,
@@ -465,7 +465,7 @@ class Round:
             self.check()
             decision: Decision = self._rendezvous.drive(steps, deadline, self)
         except (Ended, GaveUp) as error:
-            decision = self._leave(error, plan=plan)
+            decision = self._leave(error, plan=plan.to_json() if plan is not None else "")
             if decision.kind != "ok":
                 self.run_hooks("after")
                 raise self._error() from None

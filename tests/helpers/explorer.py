@@ -130,7 +130,7 @@ class Groups(NamedTuple):
     def plan(self, operation: str) -> plans.Plan:
         state = {plans.GENERATION: str(self.generation), "offloaded": str(self.offloaded)}
         whole = self.whole or operation == "recover"
-        return plans.Plan(operation, {}, state={} if whole else state)
+        return plans.Plan(operation, (plans.Entry("", (), {}, {} if whole else state),))
 
     def barriers(self, operation: str) -> int:
         """A reload without an offloaded group ends when all ranks agree on that."""

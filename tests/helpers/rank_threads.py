@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reloadpg.rendezvous.plan import Plan
+from reloadpg.rendezvous.plan import Entry, Plan
 from reloadpg.rendezvous.round import Rendezvous, Round
 from reloadpg.threads import CancelToken, Task
 
@@ -14,7 +14,7 @@ FAR = 600.0
 """A timeout that no rank reaches, in seconds."""
 SOON = 100.0
 """Seconds within which every rank ends that does not wait for FAR."""
-PLAN = Plan("offload", {"generation": "0"})
+PLAN = Plan("offload", (Entry("", (), {"generation": "0"}),))
 
 
 class Job:

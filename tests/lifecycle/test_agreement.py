@@ -75,7 +75,7 @@ def other_creations_on_one_rank(job: Job) -> Difference:
         dist.new_group([0, 1, 2], backend=backend)
         for backend in (backends if job.rank else reversed(backends))
     ]
-    yield reloadpg.offload, "created as cpu:gloo"
+    yield reloadpg.offload, "backend is cpu:gloo"
     for group in made:
         dist.destroy_process_group(group)
 
