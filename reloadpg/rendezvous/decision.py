@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import DisagreementError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
@@ -29,9 +29,8 @@ class Decision:
         text: the reason of the failure, the difference between the ranks, or, at the first barrier,
             the summary of what ranks have said.
         barrier: the barrier at which the operation ended early; -1 if it is unknown.
-        missing: ranks that did not respond after a timeout.
+        missing: ranks that did not respond.
         stuck: ranks that responded but had not finished their own work at the timeout.
-        silent: ranks that did not respond after a failure.
         doing: the work of the first of ``stuck``.
         dead: ranks whose processes have ended, as detected by a rank on the same host.
         operation: name of the operation that ended early.
@@ -45,21 +44,18 @@ class Decision:
     barrier: int = -1
     missing: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
-    silent: tuple[int, ...] = ()
     doing: str = ""
     dead: tuple[int, ...] = ()
     operation: str = ""
     generation: int = 0
 
     def to_json(self) -> str:
-        given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
-        return json.dumps({name: value for name, value in asdict(self).items() if name in given})
+        return json.dumps(astuple(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Decision:
-        values: dict[str, Any] = json.loads(text)
-        given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**given)
+    def from_json(cls, text: str) -> Decision:
+        values: Any = (tuple(v) if isinstance(v, list) else v for v in json.loads(text))
+        return cls(*values)
 
     def error(
         self, operation: str, phase: str, *, seconds: float, rank: int, size: int
@@ -85,10 +81,10 @@ class Decision:
             how = "died" if self.rank in self.dead else "failed"
             return PeerFailedError(
                 f"{operation}: rank {self.rank} {how} before phase {phase!r}: {self.text}"
-                f"{self.silence(rank)}\nSee reloadpg.status(); {self._remedy(operation)}.",
+                f"{self.silence(rank)}\nSee reloadpg.status(). {self._remedy(operation)}",
                 rank=self.rank,
                 phase=phase,
-                missing=(*self.dead, *(other for other in self.silent if other != rank)),
+                missing=(*self.dead, *(other for other in self.missing if other != rank)),
             )
         return self._timeout(operation, phase, seconds, rank, size)
 
@@ -97,13 +93,13 @@ class Decision:
         text = ""
         if dead := [other for other in self.dead if other != self.rank]:
             text += f"\nThe process of {named_ranks(dead)} has ended."
-        if others := [other for other in self.silent if other != rank]:
+        if others := [other for other in self.missing if other != rank]:
             text += (
                 f"\nNo response since then from {named_ranks(others)}: ended, unreachable, or "
                 "still in a callback or collective."
             )
-        if rank in self.silent:
-            text += "\nThis rank responded too late: it was still busy with its own work."
+        if rank in self.missing:
+            text += "\nThis rank arrived too late."
         return text
 
     def earlier_failure(self, rank: int) -> str:
@@ -114,13 +110,15 @@ class Decision:
 
     def _remedy(self, operation: str) -> str:
         if self.dead:
-            return "restart the job"
-        if self.silent:
-            return (
-                f"if {named_ranks(self.silent)} ended, restart the job; otherwise "
-                f"{_next_step(operation)}"
-            )
-        return f"once the cause on rank {self.rank} is removed, {_next_step(operation)}"
+            return "Restart the job."
+        name, late = operation.split()[0], self.kind == "timeout"
+        cause = "Find out why they are delayed" if late else f"Remove the cause on rank {self.rank}"
+        text = f"{cause}, then {_next_step(operation)}"
+        if self.missing:
+            text += f"; if {named_ranks(self.missing)} ended, restart the job"
+        if late and name in TIMEOUT_SETTING:
+            text += f"; if they only need longer, raise {TIMEOUT_SETTING[name]}"
+        return f"{text}."
 
     def _timeout(
         self, operation: str, phase: str, seconds: float, rank: int, size: int
@@ -136,13 +134,12 @@ class Decision:
         text += "."
         if self.stuck:
             whose = "its" if len(self.stuck) == 1 else "their"
-            text += f" {named_ranks(self.stuck).capitalize()} did not finish {whose} own work"
-            text += f"; rank {self.stuck[0]} was in: {self.doing}." if self.doing else "."
-            if size > 1:
-                text += (
-                    " Possible causes: a peer that never joined, a buffer of another library that "
-                    "still uses the communicator, or a CUDA graph that captured its collectives."
-                )
+            text += (
+                f" {named_ranks(self.stuck).capitalize()} did not finish {whose} own work; rank "
+                f"{self.stuck[0]} was in: {self.doing}. Possible causes: a peer that never joined, "
+                "a buffer of another library that still uses the communicator, or a CUDA graph "
+                "that captured its collectives."
+            )
         if rank in self.missing:
             text += " This rank arrived too late."
         elif self.missing and phase == "enter" and name in TIMEOUT_SETTING:
@@ -150,18 +147,16 @@ class Decision:
                 f" A missing rank has not called {name}(), has ended, or never called "
                 "reloadpg.install()."
             )
-        steps = f" Find out why they are delayed, then {_next_step(operation)}"
-        if self.missing:
-            steps += f"; if {named_ranks(self.missing)} ended, restart the job"
-        if name in TIMEOUT_SETTING:
-            steps += f"; if they only need longer, raise {TIMEOUT_SETTING[name]}"
         return RendezvousTimeoutError(
-            f"{text}{steps}.",
+            f"{text} {self._remedy(operation)}",
             phase=phase,
             seconds=seconds,
             arrived=arrived,
             missing=self.missing,
         )
+
+
+_STORE_ENDED = "Its server, usually in rank 0's process or the launcher's agent, has ended"
 
 
 def store_silent(
@@ -171,9 +166,8 @@ def store_silent(
     unknown = tuple(other for other in range(size) if other != rank)
     return RendezvousTimeoutError(
         f"{operation}: rank {rank} waited {seconds:g} s in phase {phase!r}, and the rendezvous "
-        f"store does not respond; it is unknown whether {named_ranks(unknown)} arrived. Its "
-        "server, usually in rank 0's process or the launcher's agent, has ended or is unreachable. "
-        "Restart the job.",
+        f"store does not respond; it is unknown whether {named_ranks(unknown)} arrived. "
+        f"{_STORE_ENDED} or is unreachable. Restart the job.",
         phase=phase,
         seconds=seconds,
         arrived=1,
@@ -183,8 +177,8 @@ def store_silent(
 def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
     """Build the error for a store that has ended."""
     return ReloadpgError(
-        f"{operation}, phase {phase!r}: the rendezvous store is lost: {cause}. Its server, usually "
-        "in rank 0's process or the launcher's agent, has ended. Restart the job."
+        f"{operation}, phase {phase!r}: the rendezvous store is lost: {cause}. {_STORE_ENDED}. "
+        "Restart the job."
     )
 
 

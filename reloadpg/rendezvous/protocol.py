@@ -425,7 +425,7 @@ class Rank:
             named = _named(decision, answers, self.size)
             result = yield Swap(key("result"), "", named.to_json())
         decision = Decision.from_json(result)
-        gone = {*decision.missing, *decision.silent, *decision.dead}
+        gone = {*decision.missing, *decision.dead}
         left = yield Add(key("left"), 1)
         if left >= self.size - len(gone):
             yield Set(key("all left"))
@@ -483,14 +483,14 @@ def _bits(size: int) -> int:
 
 def _named(decision: Decision, answers: Mapping[int, str], size: int) -> Decision:
     """The decision with the names of ranks and what differs."""
-    silent = tuple(r for r in range(size) if r not in answers and r not in decision.dead)
+    missing = tuple(r for r in range(size) if r not in answers and r not in decision.dead)
+    named = replace(decision, missing=missing)
     if decision.kind == "timeout":
         stuck = tuple(rank for rank, doing in sorted(answers.items()) if doing)
-        doing = answers[stuck[0]] if stuck else ""
-        return replace(decision, missing=silent, stuck=stuck, doing=doing)
-    if decision.kind == "disagree" and not decision.text:
-        if silent:
-            return replace(decision, text="a rank ended before it could report the difference")
+        return replace(named, stuck=stuck, doing=answers[stuck[0]] if stuck else "")
+    if decision.kind == "disagree":
+        if missing:
+            return replace(named, text="a rank ended before it could report the difference")
         plans = {rank: Plan.from_json(text) for rank, text in answers.items() if text}
-        return replace(decision, text=differences(plans), generation=reconciled(plans))
-    return replace(decision, silent=silent)
+        return replace(named, text=differences(plans), generation=reconciled(plans))
+    return named

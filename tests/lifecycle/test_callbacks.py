@@ -50,11 +50,11 @@ def _late(rank: int, world_size: int) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_was_late_in_a_callback_is_named() -> None:
-    """Its own error says that it responded too late; the other rank's, that it did not respond."""
+    """Its own error says that it arrived too late; the other rank's, that it did not respond."""
     late, first = run_ranks(_late, 2, timeout=240)
     assert "No response since then from rank 0" in first
     assert "Rank 1 failed first" in late or "rank 1 failed" in late
-    assert "This rank responded too late" in late
+    assert "This rank arrived too late" in late
     assert "No response" not in late
 
 
