@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from ..c10d import stores, tables
 from ..errors import ReloadpgError
@@ -23,7 +23,6 @@ from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..groups.sets import SetState
 from ..rendezvous.round import Rendezvous
-from ..rendezvous.store_client import StorePool
 from ..threads import Deadline, Task, exiting
 from .dumps import DumpWatch, lacks_dumps
 
@@ -71,7 +70,7 @@ class Job:
         generation: number of completed reloads, of any set.
         cycles: number of completed offloads, of any set.
         unfinished: communicators that are not gone yet.
-        creation_stores: store clients for creating groups; None without peers.
+        creation_stores: clients of the store by the number of the creating thread that uses each.
         dumps: the thread that writes the flight recorder's dumps; None while torch does.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
     """
@@ -82,7 +81,7 @@ class Job:
     generation: int = 0
     cycles: int = 0
     unfinished: list[Unfinished] = field(default_factory=list)
-    creation_stores: StorePool | None = None
+    creation_stores: dict[int, Store] = field(default_factory=dict)
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
     last_error: str = ""
@@ -150,8 +149,6 @@ class Jobs:
                 # otherwise the next job would find the keys of this one.
                 job = Job(weakref.ref(world, self._forget), Rendezvous.of_world(world))
                 job.rendezvous.connect_ahead()
-                if tables.has_peers():
-                    job.creation_stores = StorePool(stores.root_store_of_job(world))
                 if (group := managed(world)) is not None:
                     group.before_end = job.end
                 self._job = job

@@ -28,7 +28,6 @@ from ..groups.selection import Selection
 from ..groups.sets import SetState, concerns
 from ..rendezvous.plan import GENERATION, Entry, Plan
 from ..rendezvous.round import Interrupted, Round
-from ..rendezvous.store_client import StorePool
 from ..reports import GroupReport, OperationStatus, RankFault, Report, Span
 from ..settings import IS_OFF
 from ..threads import CancelToken, Deadline, Task
@@ -68,6 +67,11 @@ _ABORT_S = 2.0
 
 _UNFINISHED_S = 10.0
 """Seconds that an operation waits for communicators that a failed one is still destroying."""
+
+
+_CREATORS = 16384
+"""Maximum number of creating threads over all ranks of a job (or one per rank, if it has more
+ranks). The store's server has a file descriptor for each, and 65,536 is a common limit."""
 
 
 class Operation:
@@ -250,8 +254,7 @@ class Operation:
         if phase in ("suspended", "resumed"):
             job.suspend_obstacle = f"an earlier {self.name} failed in its phase {phase!r}: {reason}"
             self.warnings = ["from now on, the job recreates its groups and suspends none"]
-        if job.creation_stores is not None:  # abandoned creations may hold the clients indefinitely
-            job.creation_stores = job.creation_stores.replaced()
+        job.creation_stores = {}  # abandoned creations may hold the clients indefinitely
         # Some ranks may have rebuilt a group and others not. With different generations, the ranks
         # would disagree in every later attempt.
         for group in self.groups:
@@ -361,7 +364,7 @@ class Operation:
     @property
     def creators(self) -> int:
         """Number of threads that create groups, each with a separate store client."""
-        return min(self.options.threads, StorePool.clients_of_a_rank(self.world.size()))
+        return min(self.options.threads, max(1, _CREATORS // self.world.size()))
 
     # -- barriers ---------------------------------------------------------------------------
 
@@ -493,6 +496,10 @@ class Operation:
         if self.name == "offload":
             return ReleaseError(text)
         return RebuildError(f"{text}. {_OUTSIDE}" if group.construction.is_handed_over else text)
+
+    def set_doing(self, index: int, doing: str) -> None:
+        """Set what a thread does, for messages. Local."""
+        self._busy[index] = doing
 
     def doing(self) -> str:
         """The groups that the threads process, for messages."""

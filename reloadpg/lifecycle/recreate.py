@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ..c10d import devices, stores, tables
-from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..groups.proxy import ReloadableProcessGroup
 from ..threads import CancelToken, Deadline
@@ -45,9 +43,6 @@ def rebuild(
     with op.step("device"):
         devices.empty_cache()
     _delete_spent_keys(op, job, gone)
-    if job.creation_stores is not None and gone:
-        clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
-        op.do("store", clients, "connecting to the store")
     rebuilds = Rebuilds(op, job, gone, connect)
     back = [g for g in op.groups if g in gone or (connect != "none" and g in resumed)]
     op.over(back, rebuilds.create, parallelism=op.creators)
@@ -68,7 +63,8 @@ class Rebuilds:
         self, op: Operation, job: Job, gone: Sequence[ManagedGroup], connect: Connect
     ) -> None:
         self._op = op
-        self._clients = job.creation_stores  # an abandoned thread must not use those that follow
+        # An abandoned thread must not use the clients that follow.
+        self._clients, self._has_peers = job.creation_stores, not job.rendezvous.alone
         self._connect = connect
         suffix = f"{op.generation}.{op.round.label}"
         self._names = {group: group.construction.name_of_generation(suffix) for group in gone}
@@ -94,7 +90,7 @@ class Rebuilds:
                 if wanted.cancelled:  # the other creation may never return
                     return
             construction, name = group.construction, self._names[group]
-            store = self._store(index, construction)
+            store = self._store(index, group)
             # A user's function may give its group the old name. Torch must not count a new
             # generation: groups that other threads create here would get other names than on the
             # other ranks.
@@ -117,11 +113,21 @@ class Rebuilds:
         """Connect a group by a small all-reduce, and for ``canary`` check its sum."""
         check_group(group, self._connect)
 
-    def _store(self, index: int, construction: Construction) -> Store:
-        """The store that a thread uses to create a group. Blocking until connected."""
+    def _store(self, index: int, group: ManagedGroup) -> Store:
+        """The store that a thread uses to create a group. Blocking until connected.
+
+        Each thread has a separate client, kept for later reloads: an abandoned creation holds it
+        while it waits for its peers, and two creations on one client would wait for each other.
+        """
         world = self._op.world
-        store = stores.root_store(world) if self._clients is None else self._clients.get(index)
-        return store if construction.is_world else PrefixStore(f"{tables.name_of(world)}/", store)
+        store = self._clients.get(index, stores.root_store(world))
+        if self._has_peers and index not in self._clients:
+            self._op.set_doing(index, f"{group!r} (connecting to the store)")
+            store = self._clients[index] = stores.clone_store(store)
+            self._op.set_doing(index, repr(group))
+        if group.construction.is_world:
+            return store
+        return PrefixStore(f"{tables.name_of(world)}/", store)
 
     def _commit(self, group: ManagedGroup, inner: ProcessGroup, wanted: CancelToken) -> None:
         """Make a generation the live one; discard it if the operation has ended."""

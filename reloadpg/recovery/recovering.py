@@ -249,8 +249,7 @@ def _seconds(given: timedelta | float | None) -> float | None:
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
     """Set all groups to failed and abort their communicators in parallel. Local, non-blocking."""
     op.mark_offloaded()
-    if job.creation_stores is not None:
-        job.creation_stores = job.creation_stores.replaced()
+    job.creation_stores = {}
     op.in_caller(partial(_close_coalescing, op))
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object

@@ -31,7 +31,7 @@ class Decision:
         barrier: the barrier at which the operation ended early; -1 if it is unknown.
         missing: ranks that did not respond.
         stuck: ranks that responded but had not finished their own work at the timeout.
-        doing: the work of the first of ``stuck``.
+        doing: the work of the first of ``stuck``, as text.
         dead: ranks whose processes have ended, as detected by a rank on the same host.
         operation: name of the operation that ended early.
         generation: the generation with which the ranks rebuild all groups of a reload, since they
@@ -135,10 +135,10 @@ class Decision:
         if self.stuck:
             whose = "its" if len(self.stuck) == 1 else "their"
             text += (
-                f" {named_ranks(self.stuck).capitalize()} did not finish {whose} own work; rank "
-                f"{self.stuck[0]} was in: {self.doing}. Possible causes: a peer that never joined, "
-                "a buffer of another library that still uses the communicator, or a CUDA graph "
-                "that captured its collectives."
+                f" {named_ranks(self.stuck).capitalize()} did not finish {whose} own work; "
+                f"{self.doing}. Possible causes: a peer that never joined, a buffer of another "
+                "library that still uses the communicator, or a CUDA graph that captured its "
+                "collectives."
             )
         if rank in self.missing:
             text += " This rank arrived too late."

@@ -12,8 +12,8 @@ from ..texts import named_ranks
 GENERATION = "generation"
 """The state that is a number of reloads: of the job, or of a group."""
 
-_MOST = 3
-"""Maximum number of entries that a message names."""
+MOST = 3
+"""Maximum number of entries, or of ranks with their work, in a message."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,6 @@ def _values(values: Mapping[int, str]) -> str:
 
 def _shortened(found: Sequence[tuple[Entry, str]]) -> str:
     texts = [text for _, text in found]
-    if len(texts) > _MOST:
-        texts[_MOST:] = [f"{len(texts) - _MOST} more groups differ"]
+    if len(texts) > MOST:
+        texts[MOST:] = [f"{len(texts) - MOST} more groups differ"]
     return "; ".join(texts)

@@ -48,7 +48,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 from .decision import Decision
-from .plan import Plan, differences, reconciled
+from .plan import MOST, Plan, differences, reconciled
 
 OK = Decision("ok")
 
@@ -487,7 +487,8 @@ def _named(decision: Decision, answers: Mapping[int, str], size: int) -> Decisio
     named = replace(decision, missing=missing)
     if decision.kind == "timeout":
         stuck = tuple(rank for rank, doing in sorted(answers.items()) if doing)
-        return replace(named, stuck=stuck, doing=answers[stuck[0]] if stuck else "")
+        doing = "; ".join(f"rank {rank} was in: {answers[rank]}" for rank in stuck[:MOST])
+        return replace(named, stuck=stuck, doing=doing)
     if decision.kind == "disagree":
         if missing:
             return replace(named, text="a rank ended before it could report the difference")

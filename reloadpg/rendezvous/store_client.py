@@ -17,7 +17,7 @@ from torch.distributed import HashStore, Store
 
 from ..c10d import stores
 from ..errors import ReloadpgError
-from ..threads import Deadline, LibraryThread, Task
+from ..threads import Deadline, LibraryThread
 from .decision import store_lost, store_silent
 
 T = TypeVar("T")
@@ -30,10 +30,6 @@ _GRACE_S = 1.5
 
 _LOOK_S = 1.0
 """Longest time between two checks of the processes on this host, in seconds."""
-
-_POOLED = 16384
-"""Maximum number of pooled clients over all ranks of a job (or one per rank, if it has more ranks).
-The store's server has a file descriptor for each, and 65,536 is a common limit."""
 
 _NOTHING = "-"
 """A value that no key holds. A compare-and-set with it reads a key in one request and changes
@@ -197,52 +193,3 @@ class StoreClient:
 
     def __del__(self) -> None:
         self.end()
-
-
-class StorePool:
-    """Store clients for threads that create groups: a separate one for each thread.
-
-    An abandoned creation holds its client while it waits for its peers, and two creations on one
-    client would wait for each other.
-
-    Args:
-        root: returns a client of the store, which is cloned and not used otherwise.
-    """
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-        self._lock = threading.Lock()
-        self._connections: dict[int, Task[Store]] = {}
-
-    @staticmethod
-    def clients_of_a_rank(size: int) -> int:
-        """Maximum number of clients per rank in a job of ``size`` ranks; at least 1."""
-        return max(1, _POOLED // size)
-
-    def get(self, index: int) -> Store:
-        """Return the client of a thread. Blocking until it is connected, without a timeout."""
-        connection = self._connect(index)
-        connection.wait(threading.TIMEOUT_MAX)
-        try:
-            return connection.result()
-        except RuntimeError:
-            self._connections.pop(index, None)
-            raise
-
-    def connect(self, count: int) -> None:
-        """Connect the first clients, all at once. Blocking, without a timeout; idempotent."""
-        for index in range(count):
-            self._connect(index)
-        for index in range(count):
-            self.get(index)
-
-    def _connect(self, index: int) -> Task[Store]:
-        with self._lock:
-            if index not in self._connections:
-                connect = Task(lambda: stores.clone_store(self._root()), "connect")
-                self._connections[index] = connect
-            return self._connections[index]
-
-    def replaced(self) -> StorePool:
-        """Return a pool with new clients, since those of this one may be blocked. Local."""
-        return StorePool(self._root)

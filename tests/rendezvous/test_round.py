@@ -292,7 +292,7 @@ def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond()
     assert (error.rank, error.missing) == (0, (2,))
 
 
-TIMEOUT = Decision("timeout", 2, missing=(1, 3), stuck=(2,), doing="the rebuild of group 7")
+TIMEOUT = Decision("timeout", 2, missing=(1, 3), stuck=(2,), doing="rank 2 was in: group 7")
 FAILED = Decision("failed", 1, text="broken")
 
 
@@ -301,7 +301,7 @@ FAILED = Decision("failed", 1, text="broken")
     [
         (TIMEOUT, "reload", "rank 2 waited 3 s without progress in phase 'enter'; 1 of 4 ranks"),
         (TIMEOUT, "reload", "missing: ranks 1, 3. Rank 2 did not finish its own work"),
-        (TIMEOUT, "reload", "rank 2 was in: the rebuild of group 7"),
+        (TIMEOUT, "reload", "rank 2 was in: group 7"),
         (TIMEOUT, "reload", "A missing rank has not called reload()"),
         (TIMEOUT, "reload", "call reload() again on all ranks"),
         (TIMEOUT, "reload", "if ranks 1, 3 ended, restart the job"),

@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers.fault_job import eventually
+from helpers import worlds
+from helpers.fault_job import BOUND, FAR, attempt
 from helpers.watched_store import WatchedStore
 
 import reloadpg
@@ -58,44 +60,62 @@ def test_a_stopped_process_does_not_use_up_the_grace_period() -> None:
     assert run_ranks(_stopped_after_the_deadline, 1, timeout=240) == [1]
 
 
-def _connects_in_the_reload(rank, world_size, file):
-    connected, seen = [], []
-
-    def reload_waits():
-        running = reloadpg.status().running
-        return running is not None and (running.operation, running.doing) == (
-            "reload",
-            "connecting to the store",
-        )
+def _creates_with_clients(rank, world_size, file, fault):
+    os.environ |= worlds.SILENCE
+    made, doing, released = [], [], threading.Event()
 
     class Slow(WatchedStore):
-        """Connects its first client, that of the barriers, and no other before a reload waits."""
+        """Its first client is that of the barriers, its second one that of the creating thread."""
 
         def clone(self):
-            connected.append(self)
-            if len(connected) > 1:
-                seen.append(eventually(reload_waits))
+            made.append(self)
+            if len(made) > 1:
+                doing.append(reloadpg.status().running.doing)
+            if rank == 1 and len(made) == 2 and fault == "refused":
+                raise RuntimeError("the connection was refused")
+            if rank == 1 and len(made) == 2 and fault == "hangs":
+                released.wait()
             return super().clone()
 
-    reloadpg.install(backends={"gloo"})
+    reloadpg.install(backends={"gloo"}, timeout=BOUND if fault == "hangs" else FAR)
     store = Slow(dist.FileStore(file, world_size))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.new_group([0, 1])
-    reports = reloadpg.offload(), reloadpg.reload()
+    reloadpg.offload()
+    clients, seen = [len(made)], attempt(reloadpg.reload)
+    released.set()
+    for _ in range(2):
+        clients.append(len(made))
+        reloadpg.reload()
+        reloadpg.offload()
     dist.destroy_process_group()
-    return [[span.name for span in one.spans].count("store") > 0 for one in reports], seen
+    return seen.kind, seen.text, clients, doing
 
 
-def test_a_reload_connects_its_clients_and_an_offload_does_not_wait_for_them(
-    tmp_path: Path,
+@pytest.mark.parametrize("fault", ["", "refused", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_a_creating_thread_connects_once_and_names_the_store_if_it_cannot(
+    tmp_path: Path, fault: str
 ) -> None:
-    """The store's server looks up the host name of each new client, and serves none while it does.
+    """Its client is kept for later reloads, and replaced after a failure. An offload makes none.
 
-    The clients are connected in the background after the offload. A reload that has to wait for
-    them says so, and its report has it as a phase.
+    The store may accept no further connection, or not respond, while those of the barriers work.
     """
-    found = run_ranks(_connects_in_the_reload, 2, args=(str(tmp_path / "store"),), timeout=240)
-    assert found == [([False, True], [True, True])] * 2
+    args = (str(tmp_path / "store"), fault)
+    found = run_ranks(_creates_with_clients, 2, args=args, timeout=240)
+    kinds, texts, clients, doing = zip(*found, strict=True)
+    expected, said = {
+        "": (("", ""), ""),
+        "refused": (
+            ("PeerFailedError", "RebuildError"),
+            "RuntimeError: the connection was refused",
+        ),
+        "hangs": (("RendezvousTimeoutError",) * 2, "> (connecting to the store)"),
+    }[fault]
+    assert kinds == expected
+    assert all(said in text for text in texts)
+    assert clients[1] == ([1, 2, 3] if fault else [1, 2, 2])
+    for text in (*doing[0], *doing[1]):
+        assert text.endswith("> (connecting to the store)")
 
 
 ENDS_WITH_A_REQUEST = """
