@@ -90,7 +90,7 @@ def measure(
         for _ in range(barriers):
             turn = rendezvous.open("offload", ("enter", "released"), BOUND_S)
             begun = time.perf_counter()
-            turn.agree("enter", plan)
+            turn.barrier("enter", plan)
             turn.barrier("released")
             own.append((time.perf_counter() - begun) * 1e3 / 2)
         return statistics.median(own)

@@ -295,7 +295,7 @@ class _Creation:
         """
         mesh_dims = "none" if self.sizes is None else _shown(self.sizes)
         arguments = {"backend": self.backend, "mesh_dims": mesh_dims, "connect": self.connect}
-        round_.agree("agree", Plan("init_distributed", (Entry("", (), arguments),)))
+        round_.barrier("agree", Plan("init_distributed", (Entry("", (), arguments),)))
         made: list[DeviceMesh | None] = []
         wanted = CancelToken()
 

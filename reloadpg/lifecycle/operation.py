@@ -374,14 +374,14 @@ class Operation:
         summary: Callable[[Sequence[str]], str] = "\n".join,
         **arguments: str,
     ) -> str:
-        """Agree on the plan with all ranks; see :meth:`Round.agree`.
+        """Agree on the plan with all ranks; see :meth:`Round.barrier`.
 
         Args:
             said, summary: what this rank says to all ranks, and how that is summarized.
             arguments: further arguments of the call that must be equal on all ranks.
         """
         with self.step("wait.enter"):
-            return self.round.agree("enter", self._plan(arguments), said, summary)
+            return self.round.barrier("enter", self._plan(arguments), said, summary)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; the last one commits. See :meth:`Round.barrier`."""

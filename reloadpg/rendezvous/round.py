@@ -409,63 +409,45 @@ class Round:
 
     # -- barriers ---------------------------------------------------------------------------
 
-    def agree(
+    def barrier(
         self,
         phase: str,
-        plan: Plan,
+        plan: Plan | None = None,
         said: str = "",
         summary: Callable[[Sequence[str]], str] = "\n".join,
     ) -> str:
-        """Reach a barrier at which all plans must be equal. Collective, blocking, with a timeout.
+        """Wait until all ranks arrive. Collective, blocking, with a timeout.
 
         Args:
-            phase: the barrier; the first one.
-            plan: this rank's plan.
-            said: what this rank says to all ranks.
+            phase: the next barrier.
+            plan: this rank's plan, at the first barrier; it must be equal on all ranks.
+            said: what this rank says to all ranks there.
             summary: makes one text of what ranks have said, in their order, on one of them. Pure.
 
         Returns:
             The summary, equal on all ranks; empty if no rank has said anything.
 
         Raises:
-            DisagreementError: on all ranks; nothing was changed.
-            RendezvousTimeoutError, PeerFailedError: see :meth:`barrier`.
-        """
-        rendezvous = self._rendezvous
-        share = 0 if rendezvous.alone else plan.contribution(rendezvous.rank, rendezvous.size)
-        return self._barrier(phase, plan, share, said, summary).text
-
-    def barrier(self, phase: str) -> None:
-        """Wait until all ranks arrive. Collective, blocking, with a timeout.
-
-        Raises:
+            DisagreementError: the plans differ, on all ranks; nothing was changed.
             RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
             PeerFailedError: a rank failed before it arrived.
         """
-        self._barrier(phase)
-
-    def _barrier(
-        self,
-        phase: str,
-        plan: Plan | None = None,
-        share: int = 0,
-        said: str = "",
-        summary: Callable[[Sequence[str]], str] = "\n".join,
-    ) -> Decision:
         if self._ended and not self.number:
             raise self._error()
         if self._ended or self.phase != phase:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
-        deadline = self._deadline()
+        rendezvous, deadline, share = self._rendezvous, self._deadline(), 0
+        if plan is not None and not rendezvous.alone:
+            share = plan.contribution(rendezvous.rank, rendezvous.size)
         self.since, confirmed = time.time(), self._rank.confirmed
         self.run_hooks("before")
         self.waiting = True
         steps = self._rank.barrier(share, said, summary, ends=phase == self._phases[-1])
         try:
             self.check()
-            decision: Decision = self._rendezvous.drive(steps, deadline, self)
+            decision: Decision = rendezvous.drive(steps, deadline, self)
         except (Ended, GaveUp) as error:
-            decision = self._leave(error, plan=plan.to_json() if plan is not None else "")
+            decision = self._leave(error, plan=plan)
             if decision.kind != "ok":
                 self.run_hooks("after")
                 raise self._error() from None
@@ -476,11 +458,11 @@ class Round:
             self.waiting, self.since = False, time.time()
         self.number = self._rank.number
         if not confirmed or (self._passed == 0 and self.operation == "recover"):
-            self._rendezvous.watch(deadline)  # all are in the list of this host
+            rendezvous.watch(deadline)  # all are in the list of this host
         self.run_hooks("after")
         self._passed += 1
         deadline.log_end()
-        return decision
+        return decision.text
 
     def disagree(self, text: str) -> NoReturn:
         """End the operation, in which this process cannot be counted. Local.
@@ -622,7 +604,12 @@ class Round:
         return self._phases[index] if index < len(self._phases) else None
 
     def _leave(
-        self, error: Ended | GaveUp, doing: str = "", *, plan: str = "", waits: bool = True
+        self,
+        error: Ended | GaveUp,
+        doing: str = "",
+        *,
+        plan: Plan | None = None,
+        waits: bool = True,
     ) -> Decision:
         """End the operation for all ranks, and exchange the names of ranks.
 
@@ -652,7 +639,7 @@ class Round:
             return decision
         # Few ranks look for missing ones at first; the others find what those have written.
         seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
-        said = plan if decision.kind == "disagree" else doing
+        said = plan.to_json() if plan and decision.kind == "disagree" else doing
         steps = self._rank.close(decision, said, waits=waits, hosts=rendezvous.rank == 0)
         with suppress(ReloadpgError):  # the decision is known, without the names
             self.decision = rendezvous.drive(steps, Deadline(self.operation, seconds, self.phase))

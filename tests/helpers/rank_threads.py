@@ -53,7 +53,7 @@ def work(round_: Round, function: Callable[[], object], wanted: CancelToken | No
 def two_barriers(rdv: Rendezvous) -> str:
     """One operation: agreement, work, and a second barrier."""
     round_ = rdv.open("offload", ("enter", "released"), FAR)
-    round_.agree("enter", PLAN)
+    round_.barrier("enter", PLAN)
     work(round_, lambda: None)
     round_.barrier("released")
     return "passed"

@@ -127,7 +127,7 @@ def test_a_job_of_one_rank_needs_no_store() -> None:
     rdv = Rendezvous(None, 0, 1)
     assert two_barriers(rdv) == "passed"
     round_ = rdv.open("reload", ("enter",), 20)
-    assert round_.agree("enter", PLAN, "why") == "why"
+    assert round_.barrier("enter", PLAN, "why") == "why"
 
 
 # -- timeouts --------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
     steps, step = 22, 0.25  # 5.5 s of work with a timeout of 5 s
 
     def body(rdv: Rendezvous) -> str:
-        rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
+        rdv.open("reload", ("enter",), FAR).barrier("enter", PLAN)
         round_ = rdv.open("reload", ("rebuilt",), 5.0)
 
         def progress() -> None:
@@ -227,7 +227,7 @@ def test_a_long_wait_is_logged(
     """The message has operation and phase; the intervals double."""
     monkeypatch.setenv(LOG_WAIT, "0.1")
     job = tcp_job(3)
-    job.run(lambda rdv: rdv.open("reload", ("enter",), 2.0).agree("enter", PLAN), ranks=[0])
+    job.run(lambda rdv: rdv.open("reload", ("enter",), 2.0).barrier("enter", PLAN), ranks=[0])
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert 2 <= len(lines) <= 8  # after 0.1, 0.2, 0.4, 0.8 and 1.6 s
     assert all(line.startswith("reload, phase enter: waiting for") for line in lines)
@@ -245,7 +245,7 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
 
     def body(rdv: Rendezvous) -> str | None:
         round_ = rdv.open("offload", ("enter", "released"), FAR)
-        round_.agree("enter", PLAN)
+        round_.barrier("enter", PLAN)
         if rdv.rank == 0:
             return round_.fail(ReloadpgError("out of memory"))
         if rdv.rank == 1:
@@ -282,7 +282,7 @@ def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond()
         if rdv.rank == 1:
             round_.fail(own)
             raise own
-        round_.agree("enter", PLAN)
+        round_.barrier("enter", PLAN)
 
     _, second, error = job.run(body, ranks=[0, 1, 3])
     first, *more = str(second).splitlines()
@@ -338,7 +338,7 @@ def test_the_rank_that_hosts_the_store_raises_last() -> None:
     def body(rdv: Rendezvous) -> None:
         round_ = rdv.open("reload", ("enter",), FAR)
         if rdv.rank == 1:
-            round_.agree("enter", PLAN)
+            round_.barrier("enter", PLAN)
         round_.fail(ReloadpgError("broken"))
         ended.append(0)
         first.set()
@@ -384,7 +384,8 @@ def test_a_lost_store_is_an_error_on_every_rank_and_in_each_operation() -> None:
     assert job.run(two_barriers) == ["passed"] * 2
     del server
     for _ in range(2):
-        for error in job.run(lambda rdv: rdv.open("offload", ("enter",), 0.5).agree("enter", PLAN)):
+        call = lambda rdv: rdv.open("offload", ("enter",), 0.5).barrier("enter", PLAN)  # noqa: E731
+        for error in job.run(call):
             assert isinstance(error, ReloadpgError)
             assert "rendezvous store" in str(error)
             assert "Restart the job" in str(error)
@@ -395,7 +396,7 @@ def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
     job, stores = silent_job(2)
 
     def body(rdv: Rendezvous) -> tuple[bool, bool]:
-        rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
+        rdv.open("reload", ("enter",), FAR).barrier("enter", PLAN)
         if rdv.rank == 0:
             rdv.open("recover", ("enter",), FAR, reason="a fault")
             return False, True
@@ -523,7 +524,7 @@ def test_keys_and_threads_do_not_accumulate() -> None:
         for number in range(1000):
             try:
                 with rdv.open("reload", ("enter", "done"), FAR) as round_:
-                    round_.agree("enter", PLAN, "why" if number % 7 == 0 else "")
+                    round_.barrier("enter", PLAN, "why" if number % 7 == 0 else "")
                     if number % 50 == rdv.rank:
                         raise ReloadpgError("broken")
                     round_.barrier("done")
