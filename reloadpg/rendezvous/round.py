@@ -177,10 +177,9 @@ class Rendezvous:
             seconds: the timeout: seconds without progress.
             reason: of a recovery, for ranks that wait elsewhere.
 
-        If another rank has requested a recovery, the first barrier raises it. So it does if
-        operations have failed without this rank, unless this one repairs that.
-
         Raises:
+            PeerFailedError: another rank has requested a recovery, or operations have failed
+                without this rank and this one does not repair that.
             ReloadpgError: the store is lost.
         """
         round_ = Round(self, operation, phases, seconds)
@@ -238,16 +237,14 @@ class Rendezvous:
             command = next(steps)
             while True:
                 try:
-                    reply = self._execute(command, deadline, round_)
+                    command = steps.send(self._execute(command, deadline, round_))
                 except (GaveUp, Interrupted) as error:
                     command = steps.throw(error)
-                else:
-                    command = steps.send(reply)
         except StopIteration as stop:
             return stop.value
         except ReloadpgError:
             if round_ is not None:
-                round_.lost = True
+                round_._ended = True
             raise
         finally:
             steps.close()
@@ -348,7 +345,6 @@ class Round:
         waiting: whether this rank waits at the next barrier for others.
         notified: set when the other ranks were notified of this rank's failure, or cannot be.
         interrupted: set when the caller has told the operation to end.
-        lost: whether this rank has lost the store.
         number: number of the operation, equal on all ranks; 0 if this rank has not entered it.
     """
 
@@ -357,7 +353,7 @@ class Round:
     ) -> None:
         self._rendezvous, self._rank = rendezvous, rendezvous.state
         self._phases, self._passed = tuple(phases), 0
-        self._ended = self._counted = self._complete = self.lost = False
+        self._ended = False  # it reaches no further barrier, and the other ranks know, or cannot
         self._advanced = 0
         self.operation = operation
         self.seconds = seconds
@@ -375,7 +371,7 @@ class Round:
 
     @property
     def phase(self) -> str:
-        """The next barrier; empty after the last."""
+        """The next barrier, or that at which the operation has ended; empty after the last."""
         return self._phases[self._passed] if self._passed < len(self._phases) else ""
 
     def __enter__(self) -> Round:
@@ -398,11 +394,11 @@ class Round:
         try:
             rendezvous._count(deadline)
             rendezvous.drive(self._rank.enter(self.operation, reason), deadline)
-        except Ended as ended:  # raised at the first barrier, or while this rank works
-            self.decision, self._ended = ended.decision, True
-            return
+        except Ended as ended:
+            self._ended, self.decision = True, ended.decision
+            raise self._error() from None
         except ReloadpgError:
-            self.lost = True
+            self._ended = True
             raise
         finally:  # also if a signal handler raises
             self.number = self._rank.number if self._rank.number != before else 0
@@ -432,8 +428,6 @@ class Round:
             RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
             PeerFailedError: a rank failed before it arrived.
         """
-        if self._ended and not self.number:
-            raise self._error()
         if self._ended or self.phase != phase:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
         rendezvous, deadline, share = self._rendezvous, self._deadline(), 0
@@ -451,15 +445,15 @@ class Round:
             if decision.kind != "ok":
                 self.run_hooks("after")
                 raise self._error() from None
-        except ReloadpgError:
-            self._counted = True
+        except ReloadpgError:  # it cannot know the decision, and assumes that all ranks have passed
+            self._passed += 1
             raise
         finally:
             self.waiting, self.since = False, time.time()
         self.number = self._rank.number
+        self.run_hooks("after")
         if not confirmed or (self._passed == 0 and self.operation == "recover"):
             rendezvous.watch(deadline)  # all are in the list of this host
-        self.run_hooks("after")
         self._passed += 1
         deadline.log_end()
         return decision.text
@@ -564,9 +558,9 @@ class Round:
             if this rank cannot enter the operation.
         """
         try:
-            if self.phase and not (self._ended or self.lost):
+            if self.phase and not self._ended:
                 self._notify(error)
-            return self.supposed_end
+            return self.phase or None
         finally:
             self._ended = True
             self.notified.set()
@@ -582,26 +576,11 @@ class Round:
         except ReloadpgError as lost:
             text = f"\nThe other ranks could not be notified: {lost}"
         else:
-            self._complete = decision.kind == "ok"
+            if decision.kind == "ok":
+                self._passed = len(self._phases)
             text = decision.earlier_failure(rank) + decision.silence(rank)
         if text and isinstance(error, ReloadpgError):
             error.args = (f"{error}{text}", *error.args[1:])
-
-    @property
-    def supposed_end(self) -> str | None:
-        """The phase at which the operation ends on all ranks; None if it is complete.
-
-        A rank that has lost the store cannot know the decision of a barrier at which it was
-        counted. It assumes that the others have passed it.
-        """
-        if not self.number:  # whatever has ended, this rank was not in it
-            return self._phases[0]
-        if self._complete:
-            return None
-        index = self._passed + self._counted
-        if self.decision is not None and self.decision.barrier >= 0:
-            index = self.decision.barrier
-        return self._phases[index] if index < len(self._phases) else None
 
     def _leave(
         self,
@@ -635,6 +614,8 @@ class Round:
         if decision.kind == "ok":
             return decision
         self._ended, self.decision = True, decision
+        if decision.barrier >= 0:
+            self._passed = decision.barrier
         if decision.kind == "recover":
             return decision
         # Few ranks look for missing ones at first; the others find what those have written.
@@ -646,12 +627,15 @@ class Round:
         return self.decision
 
     def _error(self) -> ReloadpgError:
-        decision = self.decision or OK
+        decision, rendezvous = self.decision or OK, self._rendezvous
         self.notified.set()
-        known = bool(self.number) and 0 <= decision.barrier < len(self._phases)
-        phase = self._phases[decision.barrier] if known else self.phase
-        rank, size = self._rendezvous.rank, self._rendezvous.size
-        return decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
+        return decision.error(
+            self.operation,
+            self.phase,
+            seconds=self.seconds,
+            rank=rendezvous.rank,
+            size=rendezvous.size,
+        )
 
 
 def _all_ended(tasks: Sequence[Task[Any]], seconds: float, interrupted: threading.Event) -> bool:
