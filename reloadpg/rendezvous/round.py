@@ -54,8 +54,7 @@ _BRIEF_S = 0.5
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
 rank. What a hook raises is raised there. The moments are ``before`` this rank arrives; ``waiting``,
-counted there and about to wait, in the thread that asks the store; and ``after`` it has read the
-decision."""
+counted there and about to wait for others; and ``after`` it has read the decision."""
 
 
 class Interrupted(Exception):  # noqa: N818 - never leaves this package
@@ -250,34 +249,29 @@ class Rendezvous:
             steps.close()
 
     def _execute(self, command: protocol.Command, deadline: Deadline, round_: Round | None) -> Any:
-        stopped: Callable[[], object] = (lambda: None) if round_ is None else round_.check
         if not isinstance(command, protocol.Await):
             return self.ask(partial(perform, command), deadline)
+        stopped: Callable[[], object] = (lambda: None) if round_ is None else round_.check
         stopped()
         if deadline.left == 0:
             raise GaveUp(Decision("timeout", self.rank))
-        if command.again:
-            with deadline.pause(self.pause_s) as seconds:
-                if round_ is None:
-                    time.sleep(seconds)
-                else:
-                    round_.interrupted.wait(seconds)
-            stopped()
+        if not command.again:
             if round_ is not None:
-                self._look(deadline, round_)
+                round_.run_hooks("waiting")
+            # Torch writes two warnings to stderr for each wait that times out, so there is only one
+            # such wait, which returns as soon as the key exists. A long wait continues by polling.
+            first = deadline.first_log_s if self.state.confirmed else _BRIEF_S
+            first = min(first, deadline.left / 2)
+            self.ask(partial(_wait_for, command.key, first, deadline), deadline, stopped)
             return None
-        # Torch writes two warnings to stderr for each wait that times out, so there is only one
-        # such wait, which returns as soon as the key exists. A long wait continues by polling.
-        first = deadline.first_log_s if self.state.confirmed else _BRIEF_S
-        first = min(first, deadline.left / 2)
-        hook = None if round_ is None else partial(round_.run_hooks, "waiting")
-        return self.ask(partial(_wait_for, command.key, first, deadline, hook), deadline, stopped)
-
-    def _look(self, deadline: Deadline, round_: Round) -> None:
-        """During a long wait: see the progress of other ranks."""
-        if not self.extend(deadline) and not self.state.confirmed:
-            self.watch(deadline)  # the processes that have joined so far
-        deadline.log()
+        with deadline.pause(self.pause_s) as seconds:
+            (time.sleep if round_ is None else round_.interrupted.wait)(seconds)
+        stopped()
+        if round_ is not None:
+            if not self.extend(deadline) and not self.state.confirmed:
+                self.watch(deadline)  # the processes that have joined so far
+            deadline.log()
+        return None
 
     def extend(self, deadline: Deadline, news: int = 0) -> bool:
         """Report the progress of this rank, and restart the timeout if any rank has progressed."""
@@ -292,12 +286,6 @@ class Rendezvous:
         """Watch the processes of this host that have joined the job."""
         if self.peers.host:
             self.peers.meet(self.ask(lambda store: read(store, self._hosts), deadline) or "")
-
-    def death(self) -> Decision:
-        """The decision to write after processes of other ranks have ended. Local."""
-        dead = self.peers.dead()
-        text = f"its process on the host of rank {self.rank} has ended"
-        return Decision("failed", dead[0], text, dead=dead)
 
 
 def perform(command: protocol.Command, store: Store) -> Any:
@@ -320,13 +308,9 @@ def perform(command: protocol.Command, store: Store) -> Any:
     return None
 
 
-def _wait_for(
-    key: str, seconds: float, deadline: Deadline, hook: Callable[[], object] | None, store: Store
-) -> None:
+def _wait_for(key: str, seconds: float, deadline: Deadline, store: Store) -> None:
     # Torch's wait can also return without the key if several clients time out at once (seen on
     # 2.13), so its result is ignored. The next request finds out if the store is lost.
-    if hook is not None:
-        hook()
     with suppress(RuntimeError), deadline.pause(seconds) as left:
         store.wait([key], timedelta(seconds=max(0.01, left)))
 
@@ -539,8 +523,9 @@ class Round:
         """Raise if this rank gives up: it is interrupted, or a process on its host has ended."""
         if self.interrupted.is_set():
             raise Interrupted
-        if self._rendezvous.peers.dead():
-            raise GaveUp(self._rendezvous.death())
+        if dead := self._rendezvous.peers.dead():
+            text = f"its process on the host of rank {self._rendezvous.rank} has ended"
+            raise GaveUp(Decision("failed", dead[0], text, dead=dead))
 
     def fail(self, error: BaseException) -> str | None:
         """Notify the other ranks that this one has failed. Local; waits a limited time.

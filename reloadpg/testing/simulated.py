@@ -192,8 +192,8 @@ class Fault:
         times: number of matching events that fail, from the ``nth`` on; None for all.
         moment: ``before`` the step, which is then not done, or ``after`` it. A group that fails
             after ``create`` is released. A collective has no ``after``. A rank is ``before`` a
-            barrier until it arrives; ``waiting`` for other ranks when it has been counted, in
-            another thread, where nothing can be raised; ``after`` it has read the decision.
+            barrier until it arrives; ``waiting`` for other ranks when it has been counted;
+            ``after`` it has read the decision.
         seconds: maximum duration of ``stall``; None stalls until it is cleared.
         message: text of the error.
         call: for ``call``: called in the thread of the event, with the group's current info, or

@@ -22,7 +22,7 @@ from torch.distributed import FileStore, HashStore, Store, TCPStore
 from reloadpg.c10d import stores, tables
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
-from reloadpg.rendezvous.round import Interrupted, Rendezvous
+from reloadpg.rendezvous.round import Interrupted, Rendezvous, barrier_hooks
 from reloadpg.settings import LOG_WAIT
 from reloadpg.threads import CancelToken, Deadline
 
@@ -372,6 +372,59 @@ def test_a_rank_that_fails_waits_until_the_others_have_read_it(error: type[BaseE
 
     assert isinstance(job.run(body)[0], PeerFailedError)
     assert ended == ([1, 0] if error is KeyboardInterrupt else [0, 1])
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_error_of_a_rank_when_all_have_arrived_ends_a_later_phase(last: bool) -> None:
+    """The operation is complete in spite of it, if that was the last barrier."""
+    passed, arrived = threading.Event(), threading.Event()
+    phases = ("enter",) if last else ("enter", "released")
+
+    def hook(moment: str, operation: str, phase: str, rank: int) -> None:
+        if (moment, phase, rank) == ("waiting", "enter", 0):
+            assert passed.wait(SOON)
+            raise RuntimeError("its own")
+
+    def body(rdv: Rendezvous) -> str | None:
+        round_ = rdv.open("offload", phases, FAR)
+        if rdv.rank == 1:
+            assert arrived.wait(SOON)
+        try:
+            round_.barrier("enter", PLAN)
+            passed.set()
+            if not last:
+                round_.barrier("released")
+        except Exception as error:
+            return round_.fail(error)
+        return "passed"
+
+    job = tcp_job(2, signals_arrival(arrived, 0))
+    barrier_hooks.append(hook)
+    try:
+        expected = [None, "passed"] if last else ["released", "released"]
+        assert job.run(body) == expected
+    finally:
+        barrier_hooks.remove(hook)
+
+
+@pytest.mark.parametrize(("phases", "ends"), [(("enter",), None), (("enter", "done"), "done")])
+def test_a_rank_that_loses_the_store_at_a_barrier_assumes_that_all_pass_it(
+    phases: tuple[str, ...], ends: str | None
+) -> None:
+    """It may have been counted."""
+    ended = threading.Event()
+
+    def answered(method: str, key: str) -> None:
+        if method == "add" and key.endswith("/count"):
+            ended.wait(FAR)
+
+    one, _ = clients(2)
+    job = job_on([WatchedStore(one, answered=answered), one])
+    round_ = job.ranks[0].open("reload", phases, 0.3)
+    with pytest.raises(RendezvousTimeoutError, match="store does not respond") as caught:
+        round_.barrier("enter", PLAN)
+    assert round_.fail(caught.value) == ends
+    ended.set()
 
 
 # -- stores that fail ------------------------------------------------------------------------------
