@@ -162,4 +162,4 @@ def claim_place(store: Store, environment: DistributedEnvironment, seconds: floa
         return ""
 
     deadline = Deadline("init_distributed", seconds, "agree")
-    return StoreClient(lambda: store, rank, size).ask(take, deadline)
+    return StoreClient(lambda: store, rank).ask(take, deadline)

@@ -75,7 +75,7 @@ class _Rendezvouses:
             prefix += f"/after {recovered}"
         root = stores.root_store_of_job(world)
         if world not in self._clients:
-            self._clients[world] = StoreClient(root, dist.get_rank(), dist.get_world_size())
+            self._clients[world] = StoreClient(root, dist.get_rank())
         return Rendezvous(root, rank, size, client=self._clients[world], prefix=prefix)
 
 

@@ -72,9 +72,8 @@ class Registry:
         """Those of the installation; None without one."""
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
-        self.after_world: Callable[[bool], None] = lambda begins: None
-        """Called when the default group is reloadable; the argument: whether it was just created,
-        so that all ranks begin a job with it. The installation assigns it."""
+        self.after_world: Callable[[], None] = lambda: None
+        """Called when the default group is reloadable. The installation assigns it."""
         self._disowned: list[Any] = []
         """The parent's communicators in a forked child: their destructors would wait."""
         self._begin_process()

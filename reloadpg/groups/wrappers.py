@@ -222,7 +222,6 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
         return None
     selected = options.selection.selected(devices, len(ranks))
     defaults: tuple[object, Any] = (None, None)
-    begins = call is not None
     if call is None:
         call = Call(creation.original("init_process_group"), (), {})
         timeout = next(iter(backends.get_timeouts(world, selected).values()), None)
@@ -234,7 +233,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     creation.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
     note_creation()
-    registry.after_world(begins)
+    registry.after_world()
     return proxy
 
 

@@ -148,7 +148,6 @@ class Jobs:
                 # Rank 0's store, and the server in it, must not outlive the default group:
                 # otherwise the next job would find the keys of this one.
                 job = Job(weakref.ref(world, self._forget), Rendezvous.of_world(world))
-                job.rendezvous.connect_ahead()
                 if (group := managed(world)) is not None:
                     group.before_end = job.end
                 self._job = job
@@ -178,9 +177,9 @@ class Jobs:
         """Let the groups, which know no job, call the function below. Local, idempotent."""
         registry.after_world = self._after_world
 
-    def _after_world(self, begins: bool) -> None:
-        job = self.current("install")  # connects to the store in the background
-        if begins and job is not None and not job.rendezvous.alone:
+    def _after_world(self) -> None:
+        job = self.current("install")
+        if job is not None and not job.rendezvous.alone:
             job.rendezvous.count_job()
 
     # -- one operation at a time --------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import DisagreementError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from ..texts import named_ranks
+from ..threads import Deadline
 
 TIMEOUT_SETTING = {
     "offload": "install(timeout=...)",
@@ -57,10 +58,13 @@ class Decision:
         values: Any = (tuple(v) if isinstance(v, list) else v for v in json.loads(text))
         return cls(*values)
 
-    def error(
-        self, operation: str, phase: str, *, seconds: float, rank: int, size: int
-    ) -> ReloadpgError:
-        """Build the error that ``rank`` raises for a decision that ends the operation."""
+    def error(self, wait: Deadline, rank: int, size: int) -> ReloadpgError:
+        """Build the error that ``rank`` raises for a decision that ends the operation.
+
+        Args:
+            wait: the operation, the phase at which it has ended, and the timeout.
+        """
+        operation, phase = wait.operation, wait.phase
         if self.kind == "disagree":
             recovers = operation == "recover"
             without = "Every group is without a communicator."
@@ -86,7 +90,7 @@ class Decision:
                 phase=phase,
                 missing=(*self.dead, *(other for other in self.missing if other != rank)),
             )
-        return self._timeout(operation, phase, seconds, rank, size)
+        return self._timeout(wait, rank, size)
 
     def silence(self, rank: int) -> str:
         """Return the text that names dead and unresponsive ranks; empty if there are none."""
@@ -120,14 +124,12 @@ class Decision:
             text += f"; if they only need longer, raise {TIMEOUT_SETTING[name]}"
         return f"{text}."
 
-    def _timeout(
-        self, operation: str, phase: str, seconds: float, rank: int, size: int
-    ) -> RendezvousTimeoutError:
-        name = operation.split()[0]
+    def _timeout(self, wait: Deadline, rank: int, size: int) -> RendezvousTimeoutError:
+        name = wait.operation.split()[0]
         arrived = size - len(self.missing) - len(self.stuck)
         text = (
-            f"{operation}: rank {self.rank} waited {seconds:g} s without progress in phase "
-            f"{phase!r}; {arrived} of {size} ranks arrived"
+            f"{wait.operation}: rank {self.rank} waited {wait.seconds:g} s without progress in "
+            f"phase {wait.phase!r}; {arrived} of {size} ranks arrived"
         )
         if self.missing:
             text += f", missing: {named_ranks(self.missing)}"
@@ -142,15 +144,15 @@ class Decision:
             )
         if rank in self.missing:
             text += " This rank arrived too late."
-        elif self.missing and phase == "enter" and name in TIMEOUT_SETTING:
+        elif self.missing and wait.phase == "enter" and name in TIMEOUT_SETTING:
             text += (
                 f" A missing rank has not called {name}(), has ended, or never called "
                 "reloadpg.install()."
             )
         return RendezvousTimeoutError(
-            f"{text} {self._remedy(operation)}",
-            phase=phase,
-            seconds=seconds,
+            f"{text} {self._remedy(wait.operation)}",
+            phase=wait.phase,
+            seconds=wait.seconds,
             arrived=arrived,
             missing=self.missing,
         )
@@ -159,26 +161,23 @@ class Decision:
 _STORE_ENDED = "Its server, usually in rank 0's process or the launcher's agent, has ended"
 
 
-def store_silent(
-    operation: str, phase: str, *, seconds: float, rank: int, size: int
-) -> RendezvousTimeoutError:
+def store_silent(wait: Deadline, rank: int) -> RendezvousTimeoutError:
     """Build the error for a store that did not respond."""
-    unknown = tuple(other for other in range(size) if other != rank)
     return RendezvousTimeoutError(
-        f"{operation}: rank {rank} waited {seconds:g} s in phase {phase!r}, and the rendezvous "
-        f"store does not respond; it is unknown whether {named_ranks(unknown)} arrived. "
+        f"{wait.operation}: rank {rank} waited {wait.seconds:g} s in phase {wait.phase!r}, and the "
+        f"rendezvous store does not respond; it is unknown which other ranks arrived. "
         f"{_STORE_ENDED} or is unreachable. Restart the job.",
-        phase=phase,
-        seconds=seconds,
+        phase=wait.phase,
+        seconds=wait.seconds,
         arrived=1,
     )
 
 
-def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
+def store_lost(wait: Deadline, cause: Exception) -> ReloadpgError:
     """Build the error for a store that has ended."""
     return ReloadpgError(
-        f"{operation}, phase {phase!r}: the rendezvous store is lost: {cause}. {_STORE_ENDED}. "
-        "Restart the job."
+        f"{wait.operation}, phase {wait.phase!r}: the rendezvous store is lost: {cause}. "
+        f"{_STORE_ENDED}. Restart the job."
     )
 
 

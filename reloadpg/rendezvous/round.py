@@ -99,7 +99,7 @@ class Rendezvous:
         self.recovered = 0
         self.peers = Peers(rank, watches=watches and root is not None)
         self.pause_s = max(0.1, size / 2000)
-        self.client = client or StoreClient(root, rank, size)
+        self.client = client or StoreClient(root, rank)
         self._prefix = prefix
         self.state = Rank(rank, 1 if root is None else size, 0 if counts else 1)
         self._last = 0  # number of the last recovery that was requested
@@ -119,21 +119,13 @@ class Rendezvous:
 
     # -- the job ----------------------------------------------------------------------------
 
-    def connect_ahead(self) -> None:
-        """Connect to the store in the background. Local, non-blocking.
-
-        The thread that sends the requests starts here, so a process that can start no other thread
-        later can still notify the other ranks.
-        """
-        with suppress(ReloadpgError):
-            self.client.connect()
-
     def count_job(self, seconds: float = _COUNT_S) -> None:
         """Count this job on its store. Blocking, for at most ``seconds``; idempotent.
 
         All ranks call this when the job begins: the first operation may be called by some ranks
-        only, and later another job may use the store's port. If it fails, the first operation does
-        it.
+        only, and later another job may use the store's port. It also starts the thread that sends
+        the requests: a process that can start no other one later can notify the other ranks. If it
+        fails, the first operation does it.
         """
         with suppress(ReloadpgError):
             self._count(Deadline("count", seconds))
@@ -517,7 +509,6 @@ class Round:
     def interrupt(self) -> None:
         """Tell this operation to end, from another thread. Local, non-blocking."""
         self.interrupted.set()
-        self._rendezvous.client.wake()
 
     def check(self) -> None:
         """Raise if this rank gives up: it is interrupted, or a process on its host has ended."""
@@ -614,13 +605,7 @@ class Round:
     def _error(self) -> ReloadpgError:
         decision, rendezvous = self.decision or OK, self._rendezvous
         self.notified.set()
-        return decision.error(
-            self.operation,
-            self.phase,
-            seconds=self.seconds,
-            rank=rendezvous.rank,
-            size=rendezvous.size,
-        )
+        return decision.error(self._deadline(), rendezvous.rank, rendezvous.size)
 
 
 def _all_ended(tasks: Sequence[Task[Any]], seconds: float, interrupted: threading.Event) -> bool:

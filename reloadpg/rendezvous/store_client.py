@@ -7,9 +7,8 @@ of a job; and a client whose request was abandoned is replaced, with its thread.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -28,8 +27,8 @@ Root = Callable[[], Store]
 _GRACE_S = 1.5
 """Seconds after a timeout within which the store may still respond."""
 
-_LOOK_S = 1.0
-"""Longest time between two checks of the processes on this host, in seconds."""
+_LOOK_S = 0.2
+"""Seconds between two checks, during a request, for an interrupt or the end of a process."""
 
 _NOTHING = "-"
 """A value that no key holds. A compare-and-set with it reads a key in one request and changes
@@ -95,32 +94,19 @@ class _Connection(LibraryThread):
 class StoreClient:
     """A separate connection to the store of another client. One request at a time.
 
+    For each connection the server looks up the client's host name. If DNS does not respond, the
+    server serves no client for 5 s (seen on torch 2.13 and 2.15).
+
     Args:
         root: returns a client of the store, which is cloned and not used otherwise; None for a
             store of this process alone.
         rank: this rank, for errors.
-        size: number of ranks, for errors.
     """
 
-    def __init__(self, root: Root | None, rank: int = 0, size: int = 1) -> None:
-        self._root, self._rank, self._size = root, rank, size
+    def __init__(self, root: Root | None, rank: int = 0) -> None:
+        self._root, self._rank = root, rank
         self._own = HashStore()
         self._connection: _Connection | None = None
-        self._woken = threading.Event()
-
-    def connect(self) -> None:
-        """Connect in the background, if not yet connected. Local, non-blocking. Idempotent.
-
-        For each connection the server looks up the client's host name. If DNS does not respond,
-        the server serves no client for 5 s (seen on torch 2.13 and 2.15).
-        """
-        if self._root is not None and (self._connection is None or not self._connection.is_alive()):
-            self._connection = _Connection(self._root)
-            self._connection.send(lambda _: None)
-
-    def wake(self) -> None:
-        """Let the current request call ``stopped`` now. Local, from any thread."""
-        self._woken.set()
 
     def ask(
         self,
@@ -134,7 +120,7 @@ class StoreClient:
             question: called with the store; raises only what the store raises. It may block until
                 ``deadline`` ends.
             deadline: when to give up; the store has ``_GRACE_S`` more to respond.
-            stopped: called every second; the request is abandoned if it raises.
+            stopped: called again and again; the request is abandoned if it raises.
 
         Raises:
             ReloadpgError: the store is lost.
@@ -142,45 +128,37 @@ class StoreClient:
         """
         if self._root is None:
             return question(self._own)
-        self.connect()
-        # After any error or interrupt, the abandoned request may hold the lock of the client.
-        connection, self._connection = cast(_Connection, self._connection), None
+        connection, self._connection = self._connection, None
+        if connection is None or not connection.is_alive():
+            connection = _Connection(self._root)
+        answer, works = connection.send(question), False
         try:
-            answer = connection.send(question)
             self._await(answer, deadline, stopped)
-            error = answer.exception()
-        except BaseException:
-            connection.dismiss()
-            raise
-        if self._connection is None and error is None:
-            self._connection = connection
-        else:  # a signal handler has asked, too
-            connection.dismiss()
+            works = answer.exception() is None
+        finally:
+            # After any error or interrupt, the abandoned request may hold the lock of the client.
+            # A signal handler may have asked, too.
+            if works and self._connection is None:
+                self._connection = connection
+            else:
+                connection.dismiss()
+        error = answer.exception()
         if isinstance(error, RuntimeError) and not isinstance(error, ReloadpgError):
-            raise store_lost(deadline.operation, deadline.phase, error) from error
+            raise store_lost(deadline, error) from error
         return answer.result()
 
     def _await(
         self, answer: Future[Any], deadline: Deadline, stopped: Callable[[], object]
     ) -> None:
         """Wait for the answer to a request."""
-        limit, woken = deadline, threading.Event()
-        self._woken = woken
-        answer.add_done_callback(lambda _: woken.set())
+        limit = deadline
         while not answer.done():
             if limit.left == 0:
                 if limit is not deadline:
-                    raise store_silent(
-                        deadline.operation,
-                        deadline.phase,
-                        seconds=deadline.seconds,
-                        rank=self._rank,
-                        size=self._size,
-                    )
+                    raise store_silent(deadline, self._rank)
                 limit = Deadline(deadline.operation, _GRACE_S)
             with limit.pause(_LOOK_S) as seconds:
-                woken.wait(seconds)
-            woken.clear()
+                wait([answer], seconds)
             if not answer.done():
                 stopped()
 

@@ -314,7 +314,7 @@ FAILED = Decision("failed", 1, text="broken")
 def test_an_error_names_ranks_and_the_next_call(
     decision: Decision, operation: str, said: str
 ) -> None:
-    error: Any = decision.error(operation, "enter", seconds=3, rank=0, size=4)
+    error: Any = decision.error(Deadline(operation, 3, "enter"), rank=0, size=4)
     assert said in str(error)
     assert error.phase == "enter"
     if decision is TIMEOUT:
@@ -560,7 +560,6 @@ def test_jobs_are_counted_before_the_first_request(
     monkeypatch.setattr(stores, "root_store_of_job", lambda _: lambda: store)
     for number in (1, 2):
         job = Rendezvous.of_world(World())  # type: ignore[arg-type]
-        job.connect_ahead()
         if early:
             job.count_job(SOON)
         else:
