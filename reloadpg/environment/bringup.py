@@ -228,9 +228,10 @@ def bring_up(
     seconds, difference = init_timeout.total_seconds(), ""
     if root is not None:
         difference = claim_place(store, environment, seconds)
-    # A process that is refused is not counted, also on its host.
-    rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
-    if root is not None and not difference:
+    rendezvous = Rendezvous(root, rank, size, watches=not difference)
+    if difference:  # a process that is refused is not counted, also on its host
+        rendezvous.state.job = 1
+    elif root is not None:
         rendezvous.count_job()  # before the others can count on this process
     round_ = rendezvous.open("init_distributed", _PHASES, seconds)
     if difference:

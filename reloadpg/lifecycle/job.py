@@ -147,7 +147,9 @@ class Jobs:
             if self._job is None or self._job.of() is not world:
                 # Rank 0's store, and the server in it, must not outlive the default group:
                 # otherwise the next job would find the keys of this one.
-                job = Job(weakref.ref(world, self._forget), Rendezvous.of_world(world))
+                root = stores.root_store_of_job(world) if tables.has_peers() else None
+                rendezvous = Rendezvous(root, world.rank(), world.size(), watches=True)
+                job = Job(weakref.ref(world, self._forget), rendezvous)
                 if (group := managed(world)) is not None:
                     group.before_end = job.end
                 self._job = job

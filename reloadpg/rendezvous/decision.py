@@ -106,12 +106,6 @@ class Decision:
             text += "\nThis rank arrived too late."
         return text
 
-    def earlier_failure(self, rank: int) -> str:
-        """Return the text that names a rank that failed before ``rank``; empty if none did."""
-        if self.kind != "failed" or self.rank == rank:
-            return ""
-        return f"\nRank {self.rank} failed first: {self.text}"
-
     def _remedy(self, operation: str) -> str:
         if self.dead:
             return "Restart the job."

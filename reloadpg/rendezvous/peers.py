@@ -39,7 +39,7 @@ class Peers:
         self._parent = f"{parent}-{start_of(parent)}"
         return f"{self._rank} {pid} {start_of(pid)} {self._parent}\n"
 
-    def meet(self, entries: str) -> tuple[int, ...]:
+    def meet(self, entries: str) -> None:
         """Watch the listed processes. Local.
 
         A process that is not found has ended if it had the same parent as this one. Otherwise it
@@ -47,12 +47,8 @@ class Peers:
 
         Args:
             entries: the list of this host.
-
-        Returns:
-            Their ranks, in order.
         """
         latest = {int(rank): rest for rank, *rest in map(str.split, entries.splitlines())}
-        ranks = tuple(sorted(latest))
         for rank, (pid, started, parent) in latest.items():
             if int(pid) == os.getpid() or rank in self._pidfds:
                 continue
@@ -63,7 +59,6 @@ class Peers:
                     self._ended.add(rank)
             except OSError:
                 pass  # not permitted, or no file descriptor left: this rank is not watched
-        return ranks
 
     def dead(self) -> tuple[int, ...]:
         """List the ranks whose processes have ended. Local, non-blocking."""

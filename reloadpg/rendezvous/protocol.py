@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -55,8 +56,6 @@ OK = Decision("ok")
 NAMES = ("go", "count", "said", "answers", "answered", "result", "left", "all left")
 """The names of the keys of an operation. Each barrier has the first; the last five exist after an
 early end."""
-
-LEFT = "it has left this operation without an end, since it had lost the store"
 
 # -- commands: a generator yields one and receives the reply ---------------------------------------
 
@@ -111,7 +110,6 @@ class Await(NamedTuple):
     """
 
     key: str
-    again: bool = False
 
 
 Command: TypeAlias = Read | Swap | Add | Set | Append | Delete | Await
@@ -126,12 +124,8 @@ class Ended(Exception):  # noqa: N818 - never leaves this package
         self.decision = decision
 
 
-class GaveUp(Exception):  # noqa: N818 - likewise
+class GaveUp(Ended):
     """Thrown into a command: this rank ends the operation with this decision."""
-
-    def __init__(self, decision: Decision) -> None:
-        super().__init__(decision)
-        self.decision = decision
 
 
 # -- the truth -------------------------------------------------------------------------------------
@@ -255,21 +249,20 @@ class Rank:
             if operation == "recover":
                 if recovers and known:
                     break
-                if self._has_failed(now, operation):
-                    yield from self._raise_failure(now)
+                yield from self._raise_missed(now, operation)
                 decision = Decision("recover", self.rank, reason)
                 now = yield from self._change(now, now.ended(decision, recovers=True))
             elif not known:
-                new = now.ended(Decision("failed", self.rank, LEFT), self.operation)
+                left = "it has left this operation without an end, since it had lost the store"
+                new = now.ended(Decision("failed", self.rank, left), self.operation)
                 number = now.number
                 now = yield from self._change(now, new)
                 if now == new:
                     yield from self.close(new.last, "", number=number, waits=False)
             elif recovers:
                 raise Ended(now.last)
-            elif self._has_failed(now, operation):
-                yield from self._raise_failure(now)
             else:
+                yield from self._raise_missed(now, operation)
                 break
         self.at, self.number, self.next, self.operation = now, now.number, now.number + 1, operation
         return None
@@ -287,15 +280,14 @@ class Rank:
             ended = yield from self.end(decision)
         return ended
 
-    def _has_failed(self, now: Current, operation: str) -> bool:
-        """Whether this call is to raise how the last operation has failed without this rank."""
-        if now.number <= self.next:
-            return False
-        same = now.last.kind == "failed" and now.last.operation == operation
-        return same or operation not in ("reload", "recover")
+    def _raise_missed(self, now: Current, operation: str) -> Steps:
+        """Raise how the last operation has failed without this rank, with the names.
 
-    def _raise_failure(self, now: Current) -> Steps:
-        """Raise how the last operation has failed without this rank, with the names."""
+        A reload or a recovery repairs that, unless it may be the call that has failed.
+        """
+        same = now.last.kind == "failed" and now.last.operation == operation
+        if now.number <= self.next or (operation in ("reload", "recover") and not same):
+            return
         decision, number, self.next = now.last, now.number - 1, now.number
         if decision.barrier >= 0:
             text = yield Read(self.key("result", number))
@@ -321,7 +313,7 @@ class Rank:
             summary: makes the text of the decision from what ranks have said, in their order.
             ends: whether it is the last barrier of the operation.
         """
-        at, bits, again = self.at, _bits(self.size), False
+        at, bits = self.at, _bits(self.size)
         if said:
             yield Append(self.key("said"), _line(self.rank, said))
         # The sum also counts the ranks that have said something, so a missing key is not read.
@@ -329,7 +321,8 @@ class Rank:
         now = at
         if total & ((1 << bits) - 1) == self.size * (at.barrier + 1):
             speakers = 0 if at.barrier else total >> bits
-            texts = _texts((yield Read(self.key("said"))) or "") if speakers else ()
+            said_by = _said((yield Read(self.key("said")))) if speakers else {}
+            texts = tuple(said_by.values())
             if speakers != len(texts):
                 decision, new = OK, at.ended(Decision("disagree", self.rank), self.operation)
             else:
@@ -339,9 +332,8 @@ class Rank:
             if texts:
                 yield Delete((self.key("said"),))
         while now.at == at.at:
-            yield Await(self.key("go"), again)
+            yield Await(self.key("go"))
             now = yield from self.read()
-            again = True
             if not self.confirmed and now.at == at.at and (yield from self._moves()):
                 return (yield from self.barrier(share, said, summary, ends=ends))
         return self._passed(now)
@@ -421,8 +413,7 @@ class Rank:
                 return decision
             result = yield from self._until(key("result"))
         if result is None:
-            answers = {rank: text for rank, (text,) in _lines((yield Read(key("answers"))) or "")}
-            named = _named(decision, answers, self.size)
+            named = _named(decision, _said((yield Read(key("answers")))), self.size)
             result = yield Swap(key("result"), "", named.to_json())
         decision = Decision.from_json(result)
         gone = {*decision.missing, *decision.dead}
@@ -436,13 +427,11 @@ class Rank:
     @staticmethod
     def _until(key: str) -> Steps:
         """The value of a key, when it exists; None at the deadline."""
-        text, again = None, False
-        try:
+        text = None
+        with suppress(GaveUp):
             while text is None:
-                yield Await(key, again)
-                text, again = (yield Read(key)), True
-        except GaveUp:
-            pass
+                yield Await(key)
+                text = yield Read(key)
         return text
 
     def _change(self, old: Current, new: Current) -> Steps:
@@ -463,17 +452,13 @@ def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:4000]
 
 
-def _line(rank: int, *texts: str) -> str:
-    return json.dumps([rank, *texts]) + "\n"
+def _line(rank: int, text: str) -> str:
+    return json.dumps([rank, text]) + "\n"
 
 
-def _lines(text: str) -> list[tuple[int, list[str]]]:
-    return [(rank, texts) for rank, *texts in map(json.loads, text.splitlines())]
-
-
-def _texts(lines: str) -> tuple[str, ...]:
-    """The texts of lines, in the order of the ranks."""
-    return tuple(text for _, (text,) in sorted(_lines(lines)))
+def _said(lines: str | None) -> dict[int, str]:
+    """The texts of lines by rank, in the order of the ranks."""
+    return dict(sorted(dict(map(json.loads, (lines or "").splitlines())).items()))
 
 
 def _bits(size: int) -> int:
@@ -486,7 +471,7 @@ def _named(decision: Decision, answers: Mapping[int, str], size: int) -> Decisio
     missing = tuple(r for r in range(size) if r not in answers and r not in decision.dead)
     named = replace(decision, missing=missing)
     if decision.kind == "timeout":
-        stuck = tuple(rank for rank, doing in sorted(answers.items()) if doing)
+        stuck = tuple(rank for rank, doing in answers.items() if doing)
         doing = "; ".join(f"rank {rank} was in: {answers[rank]}" for rank in stuck[:MOST])
         return replace(named, stuck=stuck, doing=doing)
     if decision.kind == "disagree":

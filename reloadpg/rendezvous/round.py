@@ -18,9 +18,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, Store
 
-from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..settings import GRACE
 from ..threads import CancelToken, Deadline, Task, wait_seconds
@@ -36,20 +35,15 @@ T = TypeVar("T")
 PREFIX = "reloadpg"
 """Prefix of the keys of a job."""
 
-_NOTIFY_S = 5.0
-"""Shortest time, in seconds, that a failing rank has to notify the others."""
+_REQUESTS_S = 5.0
+"""Seconds for the requests that count a job, and at least for those that notify of a failure."""
 
-_COUNT_S = 5.0
-"""Timeout for counting a new job on the store, in seconds."""
-
-_FLAG_S = 0.5
-"""Timeout for reading whether a recovery was requested, in seconds."""
+_BRIEF_S = 0.5
+"""Seconds to read whether a recovery was requested, and of the first wait for a key before all
+ranks have met."""
 
 _SILENT_S = 10.0
 """Seconds until an unresponsive store is asked again whether a recovery was requested."""
-
-_BRIEF_S = 0.5
-"""Seconds of the first wait for a key before the ranks of a job have met."""
 
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
@@ -69,8 +63,6 @@ class Rendezvous:
         rank: this rank.
         size: number of ranks.
         watches: whether to watch the processes on this host.
-        counts: whether this process will count the job; one that is refused while it starts takes
-            it for the first one on its store.
         client: the connection to the store; None for a separate one.
         prefix: that of its keys.
 
@@ -90,7 +82,6 @@ class Rendezvous:
         size: int,
         *,
         watches: bool = False,
-        counts: bool = True,
         client: StoreClient | None = None,
         prefix: str = PREFIX,
     ) -> None:
@@ -101,16 +92,10 @@ class Rendezvous:
         self.pause_s = max(0.1, size / 2000)
         self.client = client or StoreClient(root, rank)
         self._prefix = prefix
-        self.state = Rank(rank, 1 if root is None else size, 0 if counts else 1)
-        self._last = 0  # number of the last recovery that was requested
+        self.state = Rank(rank, 1 if root is None else size)
+        self._requested = 0  # number of the last recovery that was requested
         self._ask_again = 0.0
         self._progress = 0
-
-    @classmethod
-    def of_world(cls, world: ProcessGroup) -> Rendezvous:
-        """Return that of the job with the default group ``world``. Local."""
-        root = stores.root_store_of_job(world) if tables.has_peers() else None
-        return cls(root, world.rank(), world.size(), watches=True)
 
     @property
     def grace_s(self) -> float:
@@ -119,7 +104,7 @@ class Rendezvous:
 
     # -- the job ----------------------------------------------------------------------------
 
-    def count_job(self, seconds: float = _COUNT_S) -> None:
+    def count_job(self, seconds: float = _REQUESTS_S) -> None:
         """Count this job on its store. Blocking, for at most ``seconds``; idempotent.
 
         All ranks call this when the job begins: the first operation may be called by some ranks
@@ -173,29 +158,23 @@ class Rendezvous:
                 without this rank and this one does not repair that.
             ReloadpgError: the store is lost.
         """
-        round_ = Round(self, operation, phases, seconds)
-        try:
+        with Round(self, operation, phases, seconds) as round_:
             round_.enter(reason)
-        except BaseException as error:
-            round_.fail(error)
-            raise
         return round_
 
     def recovery_requested(self, every: float) -> bool:
         """Whether a recovery was requested that this rank has not joined. Local, with a timeout.
 
-        Polls at most once per ``every`` seconds; otherwise returns the cached answer. False while
-        the store does not respond, which is asked again after 10 s.
+        Polls at most once per ``every`` seconds, or per 10 s while the store does not respond;
+        otherwise returns the cached answer.
         """
-        if self.alone or time.monotonic() < self._ask_again:
-            return self._last >= self.state.next
-        self._ask_again = time.monotonic() + every
-        try:
-            now = self.drive(self.state.read(), Deadline("flag", _FLAG_S))
-            self._last = now.recovery
-        except ReloadpgError:
-            self._ask_again = time.monotonic() + _SILENT_S
-        return self._last >= self.state.next
+        if not self.alone and time.monotonic() >= self._ask_again:
+            pause = _SILENT_S
+            with suppress(ReloadpgError):
+                now = self.drive(self.state.read(), Deadline("flag", _BRIEF_S))
+                self._requested, pause = now.recovery, every
+            self._ask_again = time.monotonic() + pause
+        return self._requested >= self.state.next
 
     # -- the store --------------------------------------------------------------------------
 
@@ -224,13 +203,20 @@ class Rendezvous:
             RendezvousTimeoutError: the store does not respond.
             Ended, GaveUp, Interrupted: see :mod:`.protocol`.
         """
+        awaited = ""
         try:
             command = next(steps)
             while True:
                 try:
-                    command = steps.send(self._execute(command, deadline, round_))
+                    if isinstance(command, protocol.Await):
+                        again, awaited, reply = command.key == awaited, command.key, None
+                        self._wait(command.key, again, deadline, round_)
+                    else:
+                        reply = self.ask(partial(perform, command), deadline)
                 except (GaveUp, Interrupted) as error:
                     command = steps.throw(error)
+                else:
+                    command = steps.send(reply)
         except StopIteration as stop:
             return stop.value
         except ReloadpgError:
@@ -240,22 +226,21 @@ class Rendezvous:
         finally:
             steps.close()
 
-    def _execute(self, command: protocol.Command, deadline: Deadline, round_: Round | None) -> Any:
-        if not isinstance(command, protocol.Await):
-            return self.ask(partial(perform, command), deadline)
+    def _wait(self, key: str, again: bool, deadline: Deadline, round_: Round | None) -> None:
+        """Wait for a key, for a while."""
         stopped: Callable[[], object] = (lambda: None) if round_ is None else round_.check
         stopped()
         if deadline.left == 0:
             raise GaveUp(Decision("timeout", self.rank))
-        if not command.again:
+        if not again:
             if round_ is not None:
                 round_.run_hooks("waiting")
             # Torch writes two warnings to stderr for each wait that times out, so there is only one
             # such wait, which returns as soon as the key exists. A long wait continues by polling.
             first = deadline.first_log_s if self.state.confirmed else _BRIEF_S
             first = min(first, deadline.left / 2)
-            self.ask(partial(_wait_for, command.key, first, deadline), deadline, stopped)
-            return None
+            self.ask(partial(_wait_for, key, first, deadline), deadline, stopped)
+            return
         with deadline.pause(self.pause_s) as seconds:
             (time.sleep if round_ is None else round_.interrupted.wait)(seconds)
         stopped()
@@ -263,7 +248,6 @@ class Rendezvous:
             if not self.extend(deadline) and not self.state.confirmed:
                 self.watch(deadline)  # the processes that have joined so far
             deadline.log()
-        return None
 
     def extend(self, deadline: Deadline, news: int = 0) -> bool:
         """Report the progress of this rank, and restart the timeout if any rank has progressed."""
@@ -363,10 +347,7 @@ class Round:
 
     def enter(self, reason: str = "") -> None:
         """Enter the operation; see :meth:`Rendezvous.open`."""
-        rendezvous, deadline = self._rendezvous, self._deadline()
-        if self.operation == "recover":  # other ranks may come later than a process has ended
-            rendezvous.peers.forget()
-        before = self._rank.number
+        rendezvous, deadline, before = self._rendezvous, self._deadline(), self._rank.number
         try:
             rendezvous._count(deadline)
             rendezvous.drive(self._rank.enter(self.operation, reason), deadline)
@@ -416,7 +397,7 @@ class Round:
         try:
             self.check()
             decision: Decision = rendezvous.drive(steps, deadline, self)
-        except (Ended, GaveUp) as error:
+        except Ended as error:
             decision = self._leave(error, plan=plan)
             if decision.kind != "ok":
                 self.run_hooks("after")
@@ -428,23 +409,20 @@ class Round:
             self.waiting, self.since = False, time.time()
         self.number = self._rank.number
         self.run_hooks("after")
-        if not confirmed or (self._passed == 0 and self.operation == "recover"):
+        if not confirmed:
             rendezvous.watch(deadline)  # all are in the list of this host
         self._passed += 1
         deadline.log_end()
         return decision.text
 
     def disagree(self, text: str) -> NoReturn:
-        """End the operation, in which this process cannot be counted. Local.
+        """End the operation, in which this process cannot be counted. Local; waits a limited time.
 
-        Waits a limited time for the other ranks, which raise the same error unless they have passed
-        the barrier.
-
-        Raises:
-            DisagreementError: with this text.
+        Raises DisagreementError, as the other ranks do unless they have passed the barrier.
         """
-        self._leave(GaveUp(Decision("disagree", self._rendezvous.rank, text)))
-        self.decision = Decision("disagree", self._rendezvous.rank, text)
+        refused = Decision("disagree", self._rendezvous.rank, text)
+        self._leave(GaveUp(refused))
+        self.decision = refused
         raise self._error()
 
     def watch(
@@ -468,7 +446,7 @@ class Round:
                 self._poll(tasks, doing)
             finally:
                 wanted.cancel()
-        except (Ended, GaveUp) as error:
+        except Ended as error:
             self._leave(error, doing())
             raise self._error() from None
 
@@ -486,8 +464,6 @@ class Round:
             if seen != before:
                 deadline.extend()
             self.check()  # the work may wait for a process that has ended
-            if self._ended:
-                raise self._error()
             if not rendezvous.alone:
                 rendezvous.drive(self._rank.look(), deadline, self)
                 rendezvous.extend(deadline, seen - before)
@@ -554,13 +530,15 @@ class Round:
         else:
             if decision.kind == "ok":
                 self._passed = len(self._phases)
-            text = decision.earlier_failure(rank) + decision.silence(rank)
+            text = decision.silence(rank)
+            if decision.kind == "failed" and decision.rank != rank:
+                text = f"\nRank {decision.rank} failed first: {decision.text}{text}"
         if text and isinstance(error, ReloadpgError):
             error.args = (f"{error}{text}", *error.args[1:])
 
     def _leave(
         self,
-        error: Ended | GaveUp,
+        error: Ended,
         doing: str = "",
         *,
         plan: Plan | None = None,
@@ -578,7 +556,7 @@ class Round:
             How it ended: ``ok`` if all ranks have completed it.
         """
         # A separate deadline: that of the work may have passed. The first decision written counts.
-        seconds = max(_NOTIFY_S, self._rendezvous.grace_s)
+        seconds = max(_REQUESTS_S, self._rendezvous.grace_s)
         deadline = Deadline(self.operation, seconds, self.phase)
         rendezvous, decision = self._rendezvous, error.decision
         if isinstance(error, GaveUp) and self.number:

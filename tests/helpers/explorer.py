@@ -202,13 +202,13 @@ def one_operation(
         return Result(number, barriers, "ok", "")
     except StoreLost:
         return Result(number, one.at.barrier + counted if number else 0, "unknown", "lost")
-    except (Ended, GaveUp, KeyboardInterrupt, RuntimeError) as error:
-        kind = error.decision.kind if isinstance(error, (Ended, GaveUp)) else "own"
-        if not number and isinstance(error, Ended):
+    except (Ended, KeyboardInterrupt, RuntimeError) as error:
+        kind = error.decision.kind if isinstance(error, Ended) else "own"
+        if not number and isinstance(error, Ended) and not isinstance(error, GaveUp):
             return Result(0, 0, "none", kind)
         try:
             own = error.decision if isinstance(error, GaveUp) else Decision("failed", one.rank)
-            if isinstance(error, Ended):
+            if isinstance(error, Ended) and not isinstance(error, GaveUp):
                 decision = error.decision
             elif number:
                 decision = yield from one.end(own)
@@ -346,7 +346,7 @@ class Explorer:
         self.seen: set[str] = set()
         self.stores, self.seats, self.histories = Numbers(), Numbers(), Numbers()
         self.now: dict[int, tuple[Any, int, int]] = {}  # of a seat: command, next and barrier
-        for name in ("step", "execute", "current", "relieved", "stopped"):
+        for name in ("step", "executed", "current", "relieved", "stopped"):
             setattr(self, name, cache(getattr(self, name)))
 
     # -- a rank -------------------------------------------------------------------------------
@@ -427,6 +427,9 @@ class Explorer:
 
     def execute(self, store: int, command: Any) -> tuple[int, Any, bool]:
         """Execute a command: the store, the reply, and whether it can be executed now."""
+        return self.executed(store, command, type(command))  # commands are equal as tuples
+
+    def executed(self, store: int, command: Any, kind: type) -> tuple[int, Any, bool]:
         values: dict[str, Any] = dict(self.stores.values[store])
         match command:
             case Read(key):
@@ -447,12 +450,12 @@ class Explorer:
                     values.pop(key, None)
             case Await(key) if key.endswith(NAMED):
                 return store, None, key in values
-            case Await(key, again):
+            case Await(key):
                 job, at = position(key)
                 moved = Current.from_text(values.get(f"{job}/current")).at != at
                 moved = moved and (self.case.faults > 0 or self.case.polls)
                 moved = moved or int(values.get("job", "0")) > job
-                return store, None, key in values or moved or (self.case.polls and not again)
+                return store, None, key in values or moved or self.case.polls
             case Work():
                 return store, None, True
         return self.stores.of(tuple(sorted(values.items()))), reply, True

@@ -19,7 +19,6 @@ from helpers.watched_store import Watch, WatchedStore
 from helpers.worlds import SILENCE
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
-from reloadpg.c10d import stores, tables
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.round import Interrupted, Rendezvous, barrier_hooks
@@ -543,23 +542,11 @@ def test_a_rank_that_has_counted_fewer_jobs_joins_the_newest_one() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_jobs_are_counted_before_the_first_request(
-    monkeypatch: pytest.MonkeyPatch, early: bool
-) -> None:
+def test_jobs_are_counted_before_the_first_request(early: bool) -> None:
     """So a rank that sent no request in an earlier job meets the others in the next one."""
-
-    class World:
-        def rank(self) -> int:
-            return 1
-
-        def size(self) -> int:
-            return 2
-
     (store,) = clients(1)
-    monkeypatch.setattr(tables, "has_peers", lambda: True)
-    monkeypatch.setattr(stores, "root_store_of_job", lambda _: lambda: store)
     for number in (1, 2):
-        job = Rendezvous.of_world(World())  # type: ignore[arg-type]
+        job = Rendezvous(lambda: store, 1, 2)
         if early:
             job.count_job(SOON)
         else:
