@@ -385,7 +385,6 @@ class Rank:
         doing: str,
         *,
         waits: bool,
-        hosts: bool = False,
         number: int | None = None,
     ) -> Steps:
         """Name the ranks after an early end of an operation: who is missing, and what differs.
@@ -396,7 +395,6 @@ class Rank:
             decision: how the operation ended.
             doing: this rank's work, or its plan after a disagreement; empty if it waited.
             waits: whether to wait for the answers of the other ranks, or until the deadline.
-            hosts: whether this process may host the store, and leaves last.
             number: number of the operation; by default that which this rank has entered.
         """
         if decision.barrier < 0:  # its keys are deleted
@@ -420,7 +418,7 @@ class Rank:
         left = yield Add(key("left"), 1)
         if left >= self.size - len(gone):
             yield Set(key("all left"))
-        elif hosts:  # this process often ends next, and the store with it
+        elif self.rank == 0 and waits:  # its process often ends next, and the store with it
             yield from self._until(key("all left"))
         return decision
 

@@ -575,7 +575,7 @@ class Round:
         # Few ranks look for missing ones at first; the others find what those have written.
         seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
         said = plan.to_json() if plan and decision.kind == "disagree" else doing
-        steps = self._rank.close(decision, said, waits=waits, hosts=rendezvous.rank == 0)
+        steps = self._rank.close(decision, said, waits=waits)
         with suppress(ReloadpgError):  # the decision is known, without the names
             self.decision = rendezvous.drive(steps, Deadline(self.operation, seconds, self.phase))
         return self.decision

@@ -237,7 +237,7 @@ def named(
     doing = plan if decision.kind == "disagree" else ""
     waits = not isinstance(error, KeyboardInterrupt)
     try:
-        return (yield from one.close(decision, doing, waits=waits, hosts=one.rank == 0))
+        return (yield from one.close(decision, doing, waits=waits))
     except (StoreLost, KeyboardInterrupt):
         return decision
 
