@@ -47,11 +47,6 @@ class Plan:
     operation: str
     entries: tuple[Entry, ...] = ()
 
-    @property
-    def generation(self) -> int:
-        """The highest generation that this rank knows."""
-        return max((int(entry.state.get(GENERATION, 0)) for entry in self.entries), default=0)
-
     def contribution(self, rank: int, size: int) -> int:
         """Return this rank's summand: the sum over all ranks is zero exactly if all plans agree.
 
@@ -119,7 +114,8 @@ def reconciled(plans: Mapping[int, Plan]) -> int:
         return 0
     if _differences(plans, lambda entry: entry.fixed):
         return 0
-    return 1 + max(plan.generation for plan in plans.values())
+    entries = [entry for plan in plans.values() for entry in plan.entries]
+    return 1 + max(int(entry.state.get(GENERATION, 0)) for entry in entries)
 
 
 def _differences(

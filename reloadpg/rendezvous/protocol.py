@@ -313,7 +313,7 @@ class Rank:
             summary: makes the text of the decision from what ranks have said, in their order.
             ends: whether it is the last barrier of the operation.
         """
-        at, bits = self.at, _bits(self.size)
+        at, bits = self.at, (8 * self.size).bit_length()  # for the arrivals at eight barriers
         if said:
             yield Append(self.key("said"), _line(self.rank, said))
         # The sum also counts the ranks that have said something, so a missing key is not read.
@@ -445,11 +445,6 @@ class Rank:
         return new
 
 
-def text_of(error: BaseException) -> str:
-    """The type and message of an error, for the other ranks."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")[:4000]
-
-
 def _line(rank: int, text: str) -> str:
     return json.dumps([rank, text]) + "\n"
 
@@ -457,11 +452,6 @@ def _line(rank: int, text: str) -> str:
 def _said(lines: str | None) -> dict[int, str]:
     """The texts of lines by rank, in the order of the ranks."""
     return dict(sorted(dict(map(json.loads, (lines or "").splitlines())).items()))
-
-
-def _bits(size: int) -> int:
-    """The bits of ``count`` for arrivals: of ranks at eight barriers."""
-    return (8 * size).bit_length()
 
 
 def _named(decision: Decision, answers: Mapping[int, str], size: int) -> Decision:

@@ -239,7 +239,14 @@ class Rendezvous:
             # such wait, which returns as soon as the key exists. A long wait continues by polling.
             first = deadline.first_log_s if self.state.confirmed else _BRIEF_S
             first = min(first, deadline.left / 2)
-            self.ask(partial(_wait_for, key, first, deadline), deadline, stopped)
+
+            def wait(store: Store) -> None:
+                # It can return without the key if several clients time out at once (torch 2.13), so
+                # its result is ignored. The next request finds out if the store is lost.
+                with suppress(RuntimeError), deadline.pause(first) as left:
+                    store.wait([key], timedelta(seconds=max(0.01, left)))
+
+            self.ask(wait, deadline, stopped)
             return
         with deadline.pause(self.pause_s) as seconds:
             (time.sleep if round_ is None else round_.interrupted.wait)(seconds)
@@ -282,13 +289,6 @@ def perform(command: protocol.Command, store: Store) -> Any:
                 for key in keys:
                     store.delete_key(key)
     return None
-
-
-def _wait_for(key: str, seconds: float, deadline: Deadline, store: Store) -> None:
-    # Torch's wait can also return without the key if several clients time out at once (seen on
-    # 2.13), so its result is ignored. The next request finds out if the store is lost.
-    with suppress(RuntimeError), deadline.pause(seconds) as left:
-        store.wait([key], timedelta(seconds=max(0.01, left)))
 
 
 class Round:
@@ -520,7 +520,8 @@ class Round:
     def _notify(self, error: BaseException) -> None:
         rank = self._rendezvous.rank
         dead = self._rendezvous.peers.dead()
-        failed = Decision("failed", rank, protocol.text_of(error), dead=dead)
+        told = f"{type(error).__name__}: {error}".removesuffix(": ")[:4000]
+        failed = Decision("failed", rank, told, dead=dead)
         try:
             # The groups are aborted next, and a rank that still connects to them would raise that
             # instead of this error. An interrupt does not wait.
