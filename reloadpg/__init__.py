@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .groups.register_group import register_group as register_group
     from .lifecycle.block import offloaded as offloaded
     from .lifecycle.block import swapped as swapped
-    from .lifecycle.callbacks import on_generation as on_generation
     from .lifecycle.callbacks import on_offload as on_offload
     from .lifecycle.callbacks import on_reload as on_reload
     from .lifecycle.callbacks import on_report as on_report
@@ -58,7 +57,7 @@ _HOMES = {
     "groups.proxy": "ReloadableProcessGroup",
     "groups.region": "region",
     "lifecycle.block": "offloaded swapped",
-    "lifecycle.callbacks": "on_generation on_offload on_reload on_report",
+    "lifecycle.callbacks": "on_offload on_reload on_report",
     "lifecycle.install": "install is_installed uninstall",
     "lifecycle.offload": "offload",
     "lifecycle.pending": "Pending",

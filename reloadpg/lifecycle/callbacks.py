@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from ..c10d import tables
 from ..errors import InvalidOptionError
+from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..groups.sets import named_sets
 from ..reports import Report
@@ -28,14 +28,14 @@ class Callback(NamedTuple):
 
     Attributes:
         name: name for messages.
-        function: called without arguments; with a group, with the group and its backend.
+        function: the function to call.
         sets: the sets for whose operations it is called; empty for all.
-        group: the group for whose generations it is called; None for every operation of the sets.
-        package: whose handles of the group it drops; see :func:`on_generation`.
+        group: the group for whose communicator it is called; None for every operation of the sets.
+        package: whose handles of the group it drops; see :func:`on_offload`.
     """
 
     name: str
-    function: Callable[..., object]
+    function: Callable[[], object]
     sets: frozenset[str] = frozenset()
     group: weakref.ref[ProcessGroup] | None = None
     package: str = ""
@@ -74,7 +74,12 @@ os.register_at_fork(after_in_child=callbacks.after_fork)
 
 
 def on_offload(
-    callback: Callable[[], object], *, name: str = "", sets: Iterable[str] | str | None = None
+    callback: Callable[..., object],
+    *,
+    name: str = "",
+    sets: Iterable[str] | str | None = None,
+    group: ProcessGroup | None = None,
+    package: str = "",
 ) -> Callable[[], None]:
     """Register a callback that runs before groups are released, to free other libraries' buffers.
 
@@ -86,27 +91,39 @@ def on_offload(
     callbacks of :func:`on_reload` on the ranks that have called these. Groups that a callback
     creates are not released by this offload.
 
+    With ``group``, it is for what belongs to the communicator of that group, such as a pointer to
+    it, and is called as ``callback(group, backend)`` while the group is live. These callbacks run
+    after the others, group by group in an order that all members share, and for one group in the
+    order of registration, which must be the same on its members. So they can run collectives on it.
+    A suspended group keeps its communicator: nothing is called.
+
     Args:
         callback: the function to call.
         name: name for messages; by default the callback's name.
         sets: call it only for offloads of this set, or of one of these; None for all.
+        group: call it only when the communicator of this group ends, on each member. A group that
+            is not reloadable keeps its communicator.
+        package: with ``group``, the package or module whose handles the callback drops, such as
+            ``deep_ep``: what it has taken out of the group no longer counts as borrowed. By default
+            the caller's package.
 
     Returns:
         A function that removes the callback; idempotent.
 
     Raises:
-        InvalidOptionError: the callback is not callable, or a set is not a name; nothing was
-            registered.
+        InvalidOptionError: an argument cannot be used; nothing was registered.
     """
-    return register(callbacks.offload, _entry(callback, name, "on_offload", sets))
+    return _register(callbacks.offload, callback, "on_offload", name, sets, group, package)
 
 
 def on_reload(
-    callback: Callable[[], object],
+    callback: Callable[..., object],
     *,
     name: str = "",
     before: bool = False,
     sets: Iterable[str] | str | None = None,
+    group: ProcessGroup | None = None,
+    package: str = "",
 ) -> Callable[[], None]:
     """Register a callback that runs after all groups are live on all ranks, or before a rebuild.
 
@@ -115,78 +132,20 @@ def on_reload(
     others are called, and the reload raises on this rank alone: the groups are live on all ranks.
     ``reload()`` on all ranks then calls the callbacks of this rank again.
 
+    With ``group``, it is called as ``callback(group, backend)`` when the group has its next
+    communicator: before the others, and in an order as that of :func:`on_offload`. It is also
+    called by :func:`reloadpg.recovery.recover`, for which no callback of an offload is called.
+
     Arguments, result and errors are those of :func:`on_offload`, and ``before``: call it before the
     rebuild; if it raises, the groups stay offloaded.
     """
-    due = callbacks.before_reload if before else callbacks.reload
-    return register(due, _entry(callback, name, "on_reload", sets))
-
-
-def on_generation(
-    group: ProcessGroup | None = None,
-    *,
-    before: Callable[[Any, Any], object] | None = None,
-    after: Callable[[Any, Any], object] | None = None,
-    name: str = "",
-    package: str = "",
-) -> Callable[[], None]:
-    """Register what a library does when a generation of a group ends and the next one is live.
-
-    Local; for libraries that keep something that belongs to a group's communicator, such as a
-    pointer to it. On each member, ``before(group, backend)`` runs while the group is live, after
-    the callbacks of :func:`on_offload`; ``after(group, backend)`` runs when all groups are live on
-    all ranks, before those of :func:`on_reload`. The calls are made group by group in an order that
-    all members share, and for one group in the order of registration, which must be the same on its
-    members. So a callback can run collectives on its group. Errors are treated as those of
-    :func:`on_offload` and :func:`on_reload`.
-
-    A suspended group keeps its generation: nothing is called. :func:`reloadpg.recovery.recover`
-    calls ``after`` only, since the communicators are broken. If an offload fails before a group is
-    released, ``before`` is called again at the next one.
-
-    Args:
-        group: the group; None for the default group. A group that is not reloadable keeps its
-            communicator, and nothing is called.
-        before: called with the group and the backend object whose generation ends.
-        after: called with the group and the new backend object.
-        name: name for messages; by default the callback's name.
-        package: the package or module whose handles these callbacks drop, such as ``deep_ep``: what
-            it has taken out of the group no longer counts as borrowed. By default the caller's
-            package.
-
-    Returns:
-        A function that removes the callbacks; idempotent.
-
-    Raises:
-        InvalidOptionError: ``group`` is no group, or neither callback is given, or one is not
-            callable; nothing was registered.
-    """
-    where = "on_generation"
-    group = tables.world() if group is None else group
-    if not isinstance(group, ProcessGroup):
+    if before and group is not None:
         raise InvalidOptionError(
-            f"{where}({group!r}): not a process group; nothing was registered. Pass a group, or "
-            "create the default group first."
+            f"on_reload({callback!r}): a group has no communicator before the rebuild; nothing was "
+            "registered. Leave out before or group."
         )
-    given = [callback for callback in (before, after) if callback is not None]
-    if not given:
-        raise InvalidOptionError(f"{where}(): nothing was registered. Pass before, after or both.")
-    for callback in given:
-        _check(callback, where)
-    package = package or str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-    name = name or getattr(given[0], "__qualname__", repr(given[0]))
-    removals = []
-    for moment, function in ((callbacks.offload, before), (callbacks.reload, after)):
-        moment[:] = [entry for entry in moment if not entry.group or entry.group() is not None]
-        if function is not None:
-            entry = Callback(name, function, frozenset(), weakref.ref(group), package)
-            removals.append(register(moment, entry))
-
-    def end() -> None:
-        for remove in removals:
-            remove()
-
-    return end
+    due = callbacks.before_reload if before else callbacks.reload
+    return _register(due, callback, "on_reload", name, sets, group, package)
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
@@ -211,12 +170,37 @@ def _check(callback: object, where: str) -> None:
         )
 
 
-def _entry(
-    callback: Callable[[], object], name: str, where: str, sets: Iterable[str] | str | None
-) -> Callback:
+def _register(
+    registered: list[Callback],
+    callback: Callable[..., object],
+    where: str,
+    name: str,
+    sets: Iterable[str] | str | None,
+    group: ProcessGroup | None,
+    package: str,
+) -> Callable[[], None]:
     _check(callback, where)
+    name = name or getattr(callback, "__qualname__", repr(callback))
     named = named_sets(() if sets is None else sets, where)
-    return Callback(name or getattr(callback, "__qualname__", repr(callback)), callback, named)
+    if group is None:
+        return register(registered, Callback(name, callback, named))
+    if not isinstance(group, ProcessGroup) or named:
+        raise InvalidOptionError(
+            f"{where}(group={group!r}, sets={sets!r}): nothing was registered. Pass a process "
+            "group, or sets."
+        )
+    if (record := managed(group)) is None:
+        return lambda: None
+    name, of = f"{name} for group {record.name!r}", weakref.ref(group)
+
+    def call() -> None:
+        record = managed(of())
+        if record is not None and record.is_live:  # an earlier callback may have destroyed it
+            callback(record.proxy, record.backend)
+
+    package = package or str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0]
+    registered[:] = [entry for entry in registered if not entry.group or entry.group() is not None]
+    return register(registered, Callback(name, call, named, of, package))
 
 
 def register(registered: list[Any], entry: Any) -> Callable[[], None]:

@@ -117,7 +117,7 @@ def install(
         borrowed: what an offload does about a group of which other code has taken a pointer to the
             communicator, or a window, that it could use after the release. ``refuse`` (the
             default): the offload raises :class:`~reloadpg.errors.BorrowedError`, which names the
-            holder, before anything is changed, unless a callback of :func:`on_generation` for that
+            holder, before anything is changed, unless a callback of :func:`on_offload` for that
             group drops it. ``warn``: the group is released, and the report's warnings name the
             holder. ``ignore``: nothing is recorded. A suspended group keeps its communicator, so
             nothing is refused. See ``status().borrowed``. Equal on all ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import itemgetter
 from typing import Literal, overload
 
@@ -90,14 +89,14 @@ def release(op: Operation, job: Job) -> None:
     # All that can fail comes before the first barrier: the callbacks, what other code holds of the
     # groups, the device's work. When the last rank has arrived, every rank may change its groups.
     obstacle = obstacle_of(live, job) if op.may_suspend else ""
-    live = _prepare(op, job, live, callbacks.offload, ends=not op.may_suspend)
+    live = _prepare(op, live, op.due(callbacks.offload), ends=not op.may_suspend)
     _quiesce(op)
     said = f"rank {job.rendezvous.rank}: {obstacle}" if obstacle else ""
     obstacle = op.agree(said, itemgetter(0))  # of the lowest rank that has one
     suspends = op.may_suspend and not obstacle
     if op.may_suspend:
         if not suspends:  # only now is it known that generations end
-            live = _prepare(op, job, live, [], ends=True)
+            live = _prepare(op, live, [], ends=True)
             _quiesce(op)
         op.barrier("quiesced")
     op.warnings += choose(live, suspends=suspends, obstacle=obstacle)
@@ -122,36 +121,24 @@ def release(op: Operation, job: Job) -> None:
 
 
 def _prepare(
-    op: Operation,
-    job: Job,
-    live: list[ManagedGroup],
-    due: Sequence[Callback],
-    *,
-    ends: bool,
+    op: Operation, live: list[ManagedGroup], due: list[Callback], *, ends: bool
 ) -> list[ManagedGroup]:
-    """Call callbacks, those of generations too if they ``end``; return the groups still live.
+    """Call callbacks, those of the groups too if they ``end``; return the groups still live.
 
     Raises:
         BorrowedError: other code holds what would end.
     """
-    told: list[Callback] = []
     if ends:
         refuse_borrowed(live, op.options.borrowed)
-        told = op.of_generations(callbacks.offload, live)
-    if told or op.due(due):
+        due = [*due, *op.due(callbacks.offload, live)]
+    if due:
         for state in op.states:
             state.owes_callbacks = True  # until the offload is complete
-    op.call([*due, *told])
-    if ends:
-        _forget_told(live)
-    return [group for group in live if group.is_live]  # a callback may destroy groups
-
-
-def _forget_told(groups: list[ManagedGroup]) -> None:
-    """Forget what libraries have taken out of these groups that have dropped it in a callback."""
-    for group in groups:
-        for package in callbacks.packages_of(group.proxy):
+    op.call(due)
+    for group in live if ends else ():
+        for package in callbacks.packages_of(group.proxy):  # it has dropped what it has taken
             forget(group, package)
+    return [group for group in live if group.is_live]  # a callback may destroy groups
 
 
 def _quiesce(op: Operation) -> None:

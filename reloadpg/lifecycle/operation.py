@@ -507,45 +507,35 @@ class Operation:
 
     # -- callbacks --------------------------------------------------------------------------
 
-    def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
-        """Return the callbacks that were registered for a set of this operation."""
-        return [c for c in callbacks if c.group is None and concerns(c.sets, self.concerned)]
-
-    def of_generations(
-        self, callbacks: Sequence[Callback], groups: Sequence[ManagedGroup]
+    def due(
+        self, registered: Sequence[Callback], groups: Sequence[ManagedGroup] | None = None
     ) -> list[Callback]:
-        """Return those of ``on_generation`` for these groups, in the order that members share."""
+        """Return those of this operation's sets; of these groups, in the order of the groups."""
+        if groups is None:
+            return [c for c in registered if not c.group and concerns(c.sets, self.concerned)]
+        return [c for g in groups for c in registered if c.group and c.group() is g.proxy]
 
-        def call(function: Callable[..., object], group: ManagedGroup) -> None:
-            if group.is_live:  # an earlier callback may have destroyed it
-                function(group.proxy, group.backend)
-
-        return [
-            Callback(f"{entry.name} for {group!r}", partial(call, entry.function, group))
-            for group in groups
-            for entry in callbacks
-            if entry.group is not None and entry.group() is group.proxy
-        ]
-
-    def call(self, callbacks: Sequence[Callback]) -> None:
+    def call(self, due: Sequence[Callback]) -> None:
         """Call user callbacks in the caller's thread; an error names the callback."""
-        for name, callback, *_ in self.due(callbacks):
-            with self.step("callbacks", f"callback {name}"):
+        for callback in due:
+            with self.step("callbacks", f"callback {callback.name}"):
                 try:
-                    self.in_caller(callback)
+                    self.in_caller(callback.function)
                 except Exception as cause:
                     raise ReloadpgError(
-                        f"{self.name}: callback {name} raised {type(cause).__name__}: {cause}"
+                        f"{self.name}: callback {callback.name} raised {type(cause).__name__}: "
+                        f"{cause}"
                     ) from cause
 
-    def call_after(self, callbacks: Sequence[Callback]) -> None:
-        """Call all of these callbacks after the last barrier, and raise the first error.
+    def call_reloaded(self, groups: Sequence[ManagedGroup]) -> None:
+        """Call the callbacks after a reload of these groups, and raise the first error.
 
         The groups are live on all ranks by then, so a callback may run collectives on them, and its
         error is this rank's alone: the operation is complete.
         """
         first: ReloadpgError | None = None
-        for callback in self.due(callbacks):
+        registered = callbacks.reload
+        for callback in [*self.due(registered, groups), *self.due(registered)]:
             try:
                 self.call([callback])
             except ReloadpgError as error:

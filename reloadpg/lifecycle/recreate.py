@@ -12,7 +12,6 @@ from ..c10d import devices, stores, tables
 from ..groups.managed import ManagedGroup
 from ..groups.proxy import ReloadableProcessGroup
 from ..threads import CancelToken, Deadline
-from .callbacks import callbacks
 from .connect import (
     Connect,
     check_group,
@@ -52,7 +51,7 @@ def rebuild(
     op.over(checked, rebuilds.check, parallelism=1)
     op.barrier("done")
     op.note = "" if op.reports else "no reloadable group here"
-    op.call_after([*op.of_generations(callbacks.reload, gone), *callbacks.reload])
+    op.call_reloaded(gone)
     job.watch_dumps()
 
 

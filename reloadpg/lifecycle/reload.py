@@ -84,7 +84,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     op.enter()
     op.await_unfinished()
     if op.changes:
-        op.call(callbacks.before_reload)
+        op.call(op.due(callbacks.before_reload))
     suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
     try:
         op.agree(connect=how)
@@ -97,7 +97,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     if not op.changes:
         op.note = "nothing is offloaded"
         if any(job.sets[name].owes_callbacks for name in op.chosen):
-            op.call_after([*op.of_generations(callbacks.reload, op.groups), *callbacks.reload])
+            op.call_reloaded(op.groups)
         return
     if op.may_suspend:
         op.do("device", lambda: check_room(suspended, op.world.rank()), "checking free memory")

@@ -148,8 +148,8 @@ def refuse_borrowed(groups: Sequence[ManagedGroup], policy: str) -> None:
         raise BorrowedError(
             f"offload: {'; '.join(held)}. The offload would release the communicator, and a later "
             "use of it is a use after free. Nothing was changed on any rank. Let the holder drop "
-            "it and take it again, with reloadpg.on_generation(group, before=..., after=..., "
-            "package=...); or accept the danger with install(borrowed='warn')."
+            "it and take it again, with reloadpg.on_offload(..., group=..., package=...) and "
+            "on_reload(); or accept the danger with install(borrowed='warn')."
         )
 
 

@@ -164,7 +164,7 @@ def _recover(
         replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )
     if was_offloaded:
-        op.call(callbacks.before_reload)
+        op.call(op.due(callbacks.before_reload))
     gone = [group for group in op.groups if group.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary")
 

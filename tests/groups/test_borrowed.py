@@ -101,11 +101,11 @@ def test_the_policy_is_equal_on_all_ranks(rank: int) -> None:
         reloadpg.offload()
 
 
-# -- on_generation ------------------------------------------------------------------------------
+# -- callbacks of a group --------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(3)
-def test_callbacks_of_generations_run_in_one_order_on_live_groups(rank: int) -> None:
+def test_callbacks_of_a_group_run_in_one_order_on_live_groups(rank: int) -> None:
     """Each can run a collective on its group, with the group and the backend of the generation."""
     world = start()
     groups = {"world": world, "a": dist.new_group([0, 1, 2]), "b": dist.new_group([1, 2])}
@@ -120,8 +120,9 @@ def test_callbacks_of_generations_run_in_one_order_on_live_groups(rank: int) -> 
         return call
 
     ends = [
-        reloadpg.on_generation(group, before=on(name, "before"), after=on(name, "after"))
+        register(on(name, moment), group=group)
         for name, group in groups.items()
+        for register, moment in ((reloadpg.on_offload, "before"), (reloadpg.on_reload, "after"))
         if isinstance(group, dist.ProcessGroup)
     ]
     reloadpg.on_offload(lambda: seen.append("on_offload"))
@@ -160,7 +161,8 @@ def test_a_callback_that_raises_is_named_and_nothing_is_changed(rank: int) -> No
         return run
 
     if rank == 0:
-        reloadpg.on_generation(before=call("before"), after=call("after"), name="library")
+        reloadpg.on_offload(call("before"), name="library", group=world)
+        reloadpg.on_reload(call("after"), name="library", group=world)
     error: Any = reloadpg.ReloadpgError if rank == 0 else reloadpg.PeerFailedError
     with pytest.raises(error, match=r"callback library for .* raised ValueError: of the library"):
         reloadpg.offload()
@@ -179,11 +181,18 @@ def test_a_callback_that_raises_is_named_and_nothing_is_changed(rank: int) -> No
 @pytest.mark.ranks(2)
 def test_wrong_callbacks_are_refused_and_plain_groups_never_end() -> None:
     start()
-    for group, given in ((None, {}), (None, {"after": 3}), ("a name", {"after": print})):
+    world = dist.group.WORLD
+    given: tuple[tuple[Any, Any], ...] = (
+        (3, {}),
+        (print, {"group": "a name"}),
+        (print, {"group": world, "sets": "trainer"}),
+        (print, {"group": world, "before": True}),
+    )
+    for callback, options in given:
         with pytest.raises(InvalidOptionError, match="nothing was registered"):
-            reloadpg.on_generation(group, **given)  # type: ignore[arg-type]
+            reloadpg.on_reload(callback, **options)
     plain = dist.new_group([0, 1], backend="gloo") if worlds.NCCL else dist.ProcessGroup(0, 1)
     called: list[Any] = []
-    reloadpg.on_generation(plain, before=lambda *_: called.append(1))
+    reloadpg.on_offload(lambda *_: called.append(1), group=plain)
     reloadpg.offload()
     assert called == []

@@ -140,11 +140,8 @@ def test_a_reload_after_an_offload_that_failed_calls_its_callbacks(where: str, r
     gloo(sets="engine")
     calls: list[str] = []
     group = dist.new_group([0, 1])
-    reloadpg.on_generation(
-        group,
-        before=lambda *_: calls.append("before"),
-        after=lambda *_: calls.append("after"),
-    )
+    reloadpg.on_offload(lambda *_: calls.append("before"), group=group)  # type: ignore[arg-type]
+    reloadpg.on_reload(lambda *_: calls.append("after"), group=group)  # type: ignore[arg-type]
     reloadpg.on_reload(lambda: calls.append("on_reload"))
     if where == "callback" and rank == 0:
         reloadpg.on_offload(failing([], "ours"))

@@ -64,7 +64,7 @@ def test_by_default_the_offload_is_refused(engine: str, rank: int) -> None:
     if rank == 0:
         group.barrier().wait()  # the one in the constructor
     error = BorrowedError if rank == 1 else reloadpg.PeerFailedError
-    with pytest.raises(error, match=r"taken by deep_ep.utils.comm \(comm.py:.*on_generation"):
+    with pytest.raises(error, match=r"taken by deep_ep.utils.comm \(comm.py:.*on_offload"):
         reloadpg.offload()
     assert reloadpg.status().state == "live"
     assert summed(group, rank) == 3.0
@@ -123,7 +123,8 @@ def test_a_callback_of_the_group_says_that_its_pointer_is_dropped(engine: str, r
         summed(group, rank)  # connects the communicator
         kept.append(buffer_of(group))
 
-    reloadpg.on_generation(group, before=destroy, after=create, package="deep_ep")
+    reloadpg.on_offload(destroy, group=group, package="deep_ep")
+    reloadpg.on_reload(create, group=group, package="deep_ep")
     for cycle in range(3):
         assert (kept[0].dispatch(), summed(group, rank)) == (2, 3.0)
         report = reloadpg.offload()
