@@ -15,14 +15,13 @@ from concurrent import futures
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
 from ..rendezvous.round import Interrupted
 from ..reports import Report
-from ..texts import warn
-from ..threads import Task, exiting
+from ..threads import Task
 from .callbacks import publish
 from .job import Job
 from .operation import Operation
@@ -43,14 +42,12 @@ class Pending(futures.Future[Report]):
     A :class:`concurrent.futures.Future` that can be awaited, too. The operation runs in a separate
     thread and ends within its timeouts, whatever happens to the handle; it cannot be cancelled. An
     interrupt of :meth:`result` ends only the wait, and the exit of the interpreter waits for the
-    operation. A RuntimeWarning names a handle that is deleted before anything has asked how the
-    operation ended.
+    operation. Keep the handle, and call :meth:`result` before the groups are used: it raises the
+    error of the operation.
 
     Attributes:
         operation: ``offload`` or ``reload``.
     """
-
-    _read = True  # until the operation has begun
 
     def __init__(self, operation: str) -> None:
         # It holds neither the operation, nor with it the groups.
@@ -65,7 +62,6 @@ class Pending(futures.Future[Report]):
         op.reserve()
         Task(partial(_perform, op, body, self), self.operation, daemon=False)
         self._begun.wait()  # from now on, cancel() returns False
-        self._read = op.under_way is None
 
     def _interrupt(self, op: Operation, error: BaseException) -> None:
         """Tell the operation to end, for an error in the caller. Waits a limited time.
@@ -115,29 +111,10 @@ class Pending(futures.Future[Report]):
                 )
             with suppress(futures.TimeoutError):
                 super().exception(min(_SIGNAL_S, left))
-        self._read = True
-
-    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Call ``fn(self)`` when the operation has ended: in its thread, or now."""
-        self._read = True
-        super().add_done_callback(fn)
 
     def __await__(self) -> Generator[object, None, Report]:
         """Wait in a coroutine; the result is that of :meth:`result`."""
         return asyncio.wrap_future(self).__await__()
-
-    def __del__(self) -> None:
-        if self._read or os.getpid() != self._pid:
-            return
-        error = super().exception()  # its thread has ended: until then, it holds the handle
-        if error is None and exiting():
-            return  # nothing can use the groups any more
-        state = "it completed" if error is None else f"it raised {error!r}"
-        warn(
-            f"the handle of {self.operation}(wait=False) was deleted and result() was never "
-            f"called; {state}. Keep the handle, and call result() before the groups are used.",
-            RuntimeWarning,
-        )
 
 
 @overload

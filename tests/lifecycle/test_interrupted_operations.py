@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 
 import pytest
 from helpers import worlds
@@ -111,7 +110,6 @@ def test_an_interrupt_at_any_call_leaves_no_operation_running(pending: bool) -> 
     A pending one has not started, or completes without a handle.
     """
     worlds.start("unbound", min_size=1)
-    warnings.simplefilter("ignore")  # deleted handles warn
     held = []
 
     def cycle() -> None:
