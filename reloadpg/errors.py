@@ -14,7 +14,6 @@ __all__ = [
     "GroupDestroyedError",
     "GroupOffloadedError",
     "GroupPickleError",
-    "InsufficientMemoryError",
     "InvalidOptionError",
     "NotInstalledError",
     "PatchConflictError",
@@ -129,10 +128,6 @@ class PeerFailedError(ReloadpgError):
 
 class PendingError(ReloadpgError, TimeoutError):
     """An operation with ``wait=False`` has not ended within the caller's timeout."""
-
-
-class InsufficientMemoryError(ReloadpgError, MemoryError):
-    """There is no room to resume suspended communicators; nothing was changed."""
 
 
 class ReleaseError(ReloadpgError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, overload
 
+from ..c10d import devices
 from ..errors import DisagreementError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
@@ -19,7 +20,7 @@ from .job import Job
 from .operation import Operation
 from .pending import Pending, run
 from .recreate import rebuild
-from .suspend import check_room, resume
+from .suspend import resume
 
 
 @overload
@@ -67,8 +68,6 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
-        InsufficientMemoryError: not enough memory here to resume suspended communicators; nothing
-            was changed on any rank.
         InvalidOptionError: the value of ``connect`` is unknown; nothing was changed.
     """
     validate(connect)
@@ -100,8 +99,8 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
             op.call_reloaded(op.groups)
         return
     if op.may_suspend:
-        op.do("device", lambda: check_room(suspended, op.world.rank()), "checking free memory")
-        op.barrier("room")
+        with op.step("device"):
+            devices.empty_cache()
         op.over(suspended, resume)
         op.barrier("resumed")
     rebuild(op, job, _without_communicator(op), how, resumed=suspended)
