@@ -32,6 +32,9 @@ Body = Callable[[Operation, Job], object]
 _SIGNAL_S = 1.0
 """A wait handles signals at least this often, in seconds, whichever thread they were given to."""
 
+_LEFT_S = 0.1
+"""Seconds after which a call that the caller is to make looks whether the caller has left."""
+
 _INTERRUPT_S = 15.0
 """Seconds that an interrupted caller waits for its operation to end, on all ranks."""
 
@@ -165,26 +168,25 @@ class _Caller:
     """The thread that waits for an operation, and makes calls for it."""
 
     def __init__(self) -> None:
-        self.calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._ended: futures.Future[None] | None = None  # of the call that is to be made
-        self._left = False
+        self._calls: SimpleQueue[tuple[Callable[[], object], futures.Future[None]] | None]
+        self._calls = SimpleQueue()
+        self._left = threading.Event()
 
     def serve(self) -> None:
         """Make the calls of the operation until it has ended."""
         while True:
             with suppress(Empty):
-                function = self.calls.get(timeout=_SIGNAL_S)
-                ended = self._ended
-                if function is None or ended is None:
+                request = self._calls.get(timeout=_SIGNAL_S)
+                if request is None:
                     return
+                function, ended = request
                 try:
                     function()
                 except BaseException as error:  # raised in the operation, which ends
                     ended.set_exception(error)
                 else:
                     ended.set_result(None)
-                del function, ended
+                del request, function, ended
 
     def call(self, function: Callable[[], object]) -> None:
         """Call a function in the caller's thread; from that of the operation.
@@ -192,27 +194,20 @@ class _Caller:
         Raises:
             Interrupted: the caller waits no more.
         """
-        with self._lock:
-            if self._left:
+        ended: futures.Future[None] = futures.Future()
+        self._calls.put((function, ended))
+        while not futures.wait([ended], _LEFT_S).done:
+            if self._left.is_set():
                 raise Interrupted
-            self._ended = futures.Future()
-            self.calls.put(function)
-        try:
-            self._ended.result()
-        finally:
-            self._ended = None
+        ended.result()
 
     def leave(self) -> None:
         """Make no further call. One that has not ended raises Interrupted in the operation."""
-        with self._lock:
-            self._left = True
-        ended = self._ended
-        if ended is not None and not ended.done():
-            ended.set_exception(Interrupted())
+        self._left.set()
 
     def end(self, _: object) -> None:
         """Let :meth:`serve` return: the operation has ended."""
-        self.calls.put(None)
+        self._calls.put(None)
 
 
 def _perform(op: Operation, body: Body, pending: Pending) -> None:
