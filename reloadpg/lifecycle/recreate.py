@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
@@ -10,6 +9,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ..c10d import devices, stores, tables
 from ..groups.managed import ManagedGroup
+from ..groups.offloaded import GroupState
 from ..groups.proxy import ReloadableProcessGroup
 from ..threads import CancelToken, Deadline
 from .connect import (
@@ -23,28 +23,22 @@ from .destroy import abort_communicator, discard
 from .job import Job
 from .operation import Operation
 
-_ASK_S = 0.1
-"""Seconds after which a thread that waits for another one checks whether it was abandoned."""
 
+def rebuild(op: Operation, job: Job, connect: Connect) -> None:
+    """Rebuild the groups without a communicator, and call the callbacks. Collective, with timeouts.
 
-def rebuild(
-    op: Operation,
-    job: Job,
-    gone: Sequence[ManagedGroup],
-    connect: Connect,
-    *,
-    resumed: Sequence[ManagedGroup] = (),
-) -> None:
-    """Rebuild the groups in ``gone``, and call the callbacks. Collective, with timeouts.
-
-    ``resumed`` are groups that were resumed, which may need to be connected.
+    A callback may have destroyed groups, which are not rebuilt.
     """
     with op.step("device"):
         devices.empty_cache()
+    there = [group for group in op.groups if group.state is not GroupState.DESTROYED]
+    gone = [group for group in there if group.communicator is None]
     _delete_spent_keys(op, job, gone)
+    threads = 1 if _share_options(gone) else op.creators
     rebuilds = Rebuilds(op, job, gone, connect)
-    back = [g for g in op.groups if g in gone or (connect != "none" and g in resumed)]
-    op.over(back, rebuilds.create, parallelism=op.creators)
+    # A group that was resumed may never have been connected.
+    back = [g for g in there if g in gone or (connect != "none" and g.name in op.reports)]
+    op.over(back, rebuilds.create, parallelism=threads)
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
@@ -53,6 +47,16 @@ def rebuild(
     op.note = "" if op.reports else "no reloadable group here"
     op.call_reloaded(gone)
     job.watch_dumps()
+
+
+def _share_options(groups: Sequence[ManagedGroup]) -> bool:
+    """Whether two groups were created with one options object.
+
+    Torch writes a group's name, ranks and timeout into it, where the backend reads them.
+    """
+    options = [group.construction.options for group in groups]
+    shared = [id(one) for one in options if one is not None]
+    return len(shared) != len(set(shared))
 
 
 class Rebuilds:
@@ -69,25 +73,10 @@ class Rebuilds:
         self._names = {group: group.construction.name_of_generation(suffix) for group in gone}
         for group, name in self._names.items():
             group.names_in_store.append(name)
-        # Torch writes a group's name, ranks and timeout into the caller's options object, where the
-        # backend reads them. So groups that share options are created one after another.
-        self._created = {group: threading.Event() for group in gone}
-        self._before: dict[ManagedGroup, threading.Event] = {}
-        last: dict[int, threading.Event] = {}
-        for group in gone:
-            options = group.construction.options
-            if options is not None:
-                if id(options) in last:
-                    self._before[group] = last[id(options)]
-                last[id(options)] = self._created[group]
 
     def create(self, group: ManagedGroup, wanted: CancelToken, index: int) -> None:
         """Replay the creation of a group without a communicator, and connect it if wanted."""
         if group.communicator is None:
-            before = self._before.get(group)
-            while before is not None and not before.wait(_ASK_S):
-                if wanted.cancelled:  # the other creation may never return
-                    return
             construction, name = group.construction, self._names[group]
             store = self._store(index, group)
             # A user's function may give its group the old name. Torch must not count a new
@@ -95,14 +84,11 @@ class Rebuilds:
             # other ranks.
             handed_over = construction.is_handed_over
             freed = tables.name_freed(group.proxy) if handed_over else nullcontext()
-            try:
-                if wanted.cancelled:  # the name and the client are of an ended operation
-                    return
-                with tables.Unseen(), freed:
-                    whole = group.kept is None  # a recovery also aborts the kept backends
-                    inner = construction.replay(name, store, group.device, whole=whole)
-            finally:
-                self._created[group].set()
+            if wanted.cancelled:  # the name and the client are of an ended operation
+                return
+            with tables.Unseen(), freed:
+                whole = group.kept is None  # a recovery also aborts the kept backends
+                inner = construction.replay(name, store, group.device, whole=whole)
             self._commit(group, inner, wanted)
         if self._connect != "none" and not wanted.cancelled and connects_alone(group):
             # In this thread: only it uses the store client of the communicator.

@@ -7,7 +7,6 @@ from typing import Literal, overload
 
 from ..c10d import devices
 from ..errors import DisagreementError
-from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.sets import named_sets
 from ..rendezvous.decision import Decision
@@ -103,12 +102,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
             devices.empty_cache()
         op.over(suspended, resume)
         op.barrier("resumed")
-    rebuild(op, job, _without_communicator(op), how, resumed=suspended)
-
-
-def _without_communicator(op: Operation) -> list[ManagedGroup]:
-    """The groups to rebuild. Groups that a callback has destroyed are not rebuilt."""
-    return [g for g in op.groups if g.communicator is None and g.state != GroupState.DESTROYED]
+    rebuild(op, job, how)
 
 
 def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> None:
@@ -134,4 +128,4 @@ def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> N
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
     op.reserve()
     op.await_unfinished()
-    rebuild(op, job, _without_communicator(op), how)
+    rebuild(op, job, how)

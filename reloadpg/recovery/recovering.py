@@ -165,8 +165,7 @@ def _recover(
     )
     if was_offloaded:
         op.call(op.due(callbacks.before_reload))
-    gone = [group for group in op.groups if group.state is not GroupState.DESTROYED]
-    rebuild(op, job, gone, "canary")
+    rebuild(op, job, "canary")
 
 
 # -- the report of this rank --------------------------------------------------------------------
