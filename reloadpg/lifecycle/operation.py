@@ -225,14 +225,14 @@ class Operation:
 
     def _end(self) -> None:
         """End it in this process: free its groups, and wake threads that wait for it. Local."""
-        if self.under_way is not None:
-            for group in self._planned:
-                if group.under_way is self.under_way:
-                    group.reserve(None)
-            self.under_way.end()
         if self._round is not None:
             self._round.notified.set()
+        for group in self._planned:
+            if self.under_way is not None and group.under_way is self.under_way:
+                group.reserve(None)
         self.is_running = False
+        if self.under_way is not None:
+            self.under_way.end()
 
     def _end_early(self, job: Job, error: BaseException) -> None:
         """End it as all ranks do: complete, unchanged, or failed. Local, with a timeout.

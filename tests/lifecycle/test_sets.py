@@ -71,6 +71,19 @@ def test_each_set_is_offloaded_and_reloaded_separately(rank):
 
 
 @pytest.mark.ranks(2)
+def test_all_sets_by_name_are_those_of_a_call_without_names(rank):
+    """The ranks agree, whichever way each of them has called it."""
+    groups = groups_of_two_sets()
+    names = ["trainer", "engine", "critic"]
+    reports = [
+        reloadpg.offload(*(names if rank else [])),
+        reloadpg.reload(*([] if rank else names)),
+    ]
+    assert [report.sets for report in reports] == ["all", "all"]
+    assert [works(group, rank) for group in groups] == [True] * 3
+
+
+@pytest.mark.ranks(2)
 def test_blocks_of_sets_nest(rank):
     """The outermost block of a set reloads it. After a swap its first set is live."""
     world, _, engine = groups_of_two_sets()
