@@ -21,7 +21,6 @@ CASES: dict[str, Callable[[int], object]] = {}
 EVERY_RANK = {
     "nothing is reloadable": "nothing was released",
     "created before install": "created before reloadpg.install",
-    "a dropped handle": "result() was never called",
     "a communicator that is not reloadable": "not reloadable, keeps its communicator",
 }
 OF_HOST = {
@@ -73,17 +72,6 @@ def a_communicator_that_is_not_reloadable(rank: int) -> None:
         reloadpg.offload()
         reloadpg.reload()
     del kept, made
-
-
-@case
-def a_dropped_handle(rank: int) -> None:
-    reloadpg.install(backends={"gloo"})
-    worlds.init()
-    handle = reloadpg.offload(wait=False)
-    while not handle.done():
-        pass
-    handle = None
-    reloadpg.reload()
 
 
 @case
