@@ -43,13 +43,7 @@ class Callback(NamedTuple):
 
 @dataclass
 class Callbacks:
-    """The callbacks that users registered.
-
-    Those in ``begin`` are called at the start of an operation, before any change; they must not
-    raise. Those in ``uninstall`` are called once.
-    """
-
-    begin: list[Callable[[], object]] = field(default_factory=list)
+    """The callbacks that users registered. Those in ``uninstall`` are called once."""
 
     offload: list[Callback] = field(default_factory=list)
     before_reload: list[Callback] = field(default_factory=list)
@@ -59,8 +53,8 @@ class Callbacks:
 
     def after_fork(self) -> None:
         """In a forked child: keep those of installations, whose patches the child keeps."""
-        operations = (self.offload, self.before_reload, self.reload)
-        for registered in (self.begin, self.report, *operations):
+        registered: list[Any]
+        for registered in (self.report, self.offload, self.before_reload, self.reload):
             registered.clear()
 
     def packages_of(self, group: ProcessGroup) -> set[str]:

@@ -164,8 +164,6 @@ class Operation:
         """Enter the next operation of the job with all ranks; see :meth:`Rendezvous.open`."""
         if self._round is None:
             self._before = memory.in_use()
-            for callback in list(callbacks.begin):
-                callback()
         self._known.last_error = ""
         round_ = self._new_round(self._known, seconds)
         if self._interrupt is not None:

@@ -1,8 +1,8 @@
 """Publication of this process's status: a record in a file.
 
 If ``RELOADPG_STATUS_DIR`` is set, a process that installs reloadpg keeps ``rank-<n>.json`` there,
-for ``reloadpg status``. The file is rewritten atomically at the start and end of each operation and
-each second, so a reader finds a complete record, and an old one if the process has ended or is
+for ``reloadpg status``. The file is rewritten atomically each second and at the end of each
+operation, so a reader finds a complete record, and an old one if the process has ended or is
 stopped. While an operation runs, the record has its progress. A daemon thread of this module writes
 the file, so a slow or full disk delays no other thread.
 """
@@ -23,9 +23,7 @@ from reloadpg import on_report
 from reloadpg.c10d import tables
 from reloadpg.extend import (
     LibraryThread,
-    callbacks,
     is_inherited,
-    register,
     running,
 )
 from reloadpg.processes import process_table, start_of
@@ -93,7 +91,6 @@ class Publisher:
     def start(self) -> None:
         """Start to write. Call it once."""
         self._callbacks.callback(on_report(self._note))
-        self._callbacks.callback(register(callbacks.begin, self._begin))
         atexit.register(self._exit, os.getpid())
         self._thread.start()
 
@@ -111,14 +108,6 @@ class Publisher:
             self.stop()
 
     # -- the status -----------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Record the groups at the start of an operation; no other thread does while it runs."""
-        try:
-            self._look()
-        except Exception as error:  # monitoring must not stop the job
-            logger.warning("the status record is not up to date: %s", error)
-        self._wake.set()
 
     def _note(self, report: Report) -> None:
         self._last_ms[report.operation] = report.total_ms
@@ -171,7 +160,7 @@ class Publisher:
         while True:
             ended = self._ended
             try:
-                if running() is None:
+                if running() is None or self._status is None:
                     self._look()
                 self._write()
                 self._trouble = False

@@ -233,7 +233,7 @@ import reloadpg
 reloadpg.install, reloadpg.status, reloadpg.on_report
 from reloadpg.lifecycle.callbacks import callbacks
 assert not [name for name in sys.modules if name.startswith("reloadpg.observability")]
-assert (callbacks.report, callbacks.begin) == ([], [])
+assert callbacks.report == []
 reloadpg.install(backends={"gloo"})
 import logging
 assert "RankHandler" in str(logging.getLogger("reloadpg").handlers)
@@ -278,32 +278,6 @@ def test_no_other_thread_reads_the_status_during_an_operation(
         until(lambda: read(path).get("groups"))
         reloadpg.offload()
     assert "MainThread" in looks
-
-
-@pytest.mark.ranks(1)
-def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
-    """The first one even if no heartbeat has seen the groups before, and each later one."""
-    path = tmp_path / "rank-0.json"
-    seen: dict[float, dict[str, Any]] = {}
-
-    def published() -> bool:
-        record = read(path)
-        running = record["running"] or {"operation": ""}
-        if running["operation"] != "offload" or running["started_at"] in seen:
-            return False
-        seen[running["started_at"]] = record
-        return True
-
-    with publishing(tmp_path, heartbeat=1000.0):
-        until(lambda: read(path))
-        _single_rank()
-        reloadpg.on_offload(lambda: until(published))
-        for _ in range(2):
-            with reloadpg.offloaded():
-                pass
-            until(lambda: read(path)["running"] is None)  # no write is left for the next one
-    first, _ = seen.values()
-    assert (first["state"], first["groups"]) == ("live", 1)
 
 
 @pytest.mark.ranks(1)
