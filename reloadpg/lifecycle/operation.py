@@ -199,14 +199,21 @@ class Operation:
             self._round.interrupt()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End it as all ranks do, and build the report."""
+        """End it as all ranks do, build the report, and free its groups for other threads."""
         if isinstance(error, Interrupted) and self._interrupt is not None:
             error = self._interrupt
         if self.job is not None:
             if error is not None:
                 self._end_early(self.job, error)
             self.report = self._report(self.job)
-        self._end()
+        if self._round is not None:
+            self._round.notified.set()
+        for group in self._planned:
+            if self.under_way is not None and group.under_way is self.under_way:
+                group.reserve(None)
+        self.is_running = False
+        if self.under_way is not None:
+            self.under_way.end()
         if error is self._interrupt and error is not None:
             raise error
 
@@ -220,17 +227,6 @@ class Operation:
                 self.begin()
         self._interrupt = None
         self.__exit__(type(error), error, None)
-
-    def _end(self) -> None:
-        """End it in this process: free its groups, and wake threads that wait for it. Local."""
-        if self._round is not None:
-            self._round.notified.set()
-        for group in self._planned:
-            if self.under_way is not None and group.under_way is self.under_way:
-                group.reserve(None)
-        self.is_running = False
-        if self.under_way is not None:
-            self.under_way.end()
 
     def _end_early(self, job: Job, error: BaseException) -> None:
         """End it as all ranks do: complete, unchanged, or failed. Local, with a timeout.
