@@ -9,7 +9,6 @@ from ..c10d import devices
 from ..errors import DisagreementError
 from ..groups.offloaded import GroupState
 from ..groups.sets import named_sets
-from ..rendezvous.decision import Decision
 from ..reports import Report
 from ..settings import as_flag
 from .callbacks import callbacks
@@ -84,20 +83,19 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     if op.changes:
         op.call(op.due(callbacks.before_reload))
     suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
-    try:
-        op.agree(connect=how)
-    except DisagreementError:
-        decision = op.round.decision
-        if decision is None or not decision.generation:
-            raise
-        _rebuild_all(op, job, how, decision)
-        return
-    if not op.changes:
+    if differs := _agree(op, how):
+        reason = f"The ranks disagreed on the state: {differs}."
+        op.warnings.append(f"all groups were rebuilt. {reason}")
+        op.mark_offloaded()
+        abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
+        op.reserve()
+        op.await_unfinished()
+    elif not op.changes:
         op.note = "nothing is offloaded"
         if any(job.sets[name].owes_callbacks for name in op.chosen):
             op.call_reloaded(op.groups)
         return
-    if op.may_suspend:
+    elif op.may_suspend:
         with op.step("device"):
             devices.empty_cache()
         op.over(suspended, resume)
@@ -105,27 +103,23 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     rebuild(op, job, how)
 
 
-def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> None:
-    """Rebuild all groups of the chosen sets, on whose state the ranks disagree.
+def _agree(op: Operation, how: Connect) -> str:
+    """Agree with all ranks; return in what they differ if that is the state alone.
 
     A link that was down, or a store that did not respond, can let an operation end differently on
-    the ranks. Those that have live groups release them.
+    the ranks. Then they rebuild all groups of the chosen sets; those that have live groups release
+    them.
     """
+    differs = ""
     while True:
-        op.rebuild_all(decision.generation)
-        op.enter()
         try:
             op.agree(connect=how)
-            break
+            return differs
         except DisagreementError:
-            # Another rank has failed here, and its next reload has just found the difference.
-            if op.round.decision is None or not op.round.decision.generation:
-                raise
+            # The second time, another rank has failed here, and its next reload finds it, too.
             decision = op.round.decision
-    reason = f"The ranks disagreed on the state: {decision.text}."
-    op.warnings.append(f"all groups were rebuilt. {reason}")
-    op.mark_offloaded()
-    abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
-    op.reserve()
-    op.await_unfinished()
-    rebuild(op, job, how)
+            if decision is None or not decision.generation:
+                raise
+        differs = decision.text
+        op.rebuild_all(decision.generation)
+        op.enter()
