@@ -14,6 +14,7 @@ __all__ = [
     "GroupDestroyedError",
     "GroupOffloadedError",
     "GroupPickleError",
+    "InsufficientMemoryError",
     "InvalidOptionError",
     "NotInstalledError",
     "PatchConflictError",
@@ -128,6 +129,10 @@ class PeerFailedError(ReloadpgError):
 
 class PendingError(ReloadpgError, TimeoutError):
     """An operation with ``wait=False`` has not ended within the caller's timeout."""
+
+
+class InsufficientMemoryError(ReloadpgError, MemoryError):
+    """There is no room to resume suspended communicators; nothing was changed."""
 
 
 class ReleaseError(ReloadpgError):

@@ -148,7 +148,7 @@ class Report:
         total_ms: wall time of the whole call, in milliseconds.
         note: why nothing was done, if nothing was done.
         memory: bytes in use ``before`` and ``after``, by source; see ``reloadpg.lifecycle.memory``.
-            ``released_bytes`` is from the first source.
+            ``released_bytes`` is from the first source, except ``rss``.
         warnings: reasons why memory is not free, as text; also what other code holds of a
             generation that has ended, and communicators that are still being destroyed.
         error: the error that the call raised; empty if it raised none.
@@ -190,8 +190,11 @@ class Report:
 
     @property
     def memory_source(self) -> str:
-        """Source of ``released_bytes`` and ``restored_bytes``; empty if they are unknown."""
-        return next(iter(self.memory.get("before", ())), "")
+        """Source of ``released_bytes`` and ``restored_bytes``; empty if they are unknown.
+
+        Resident memory (``rss``) is no source: it changes for many other reasons.
+        """
+        return next((source for source in self.memory.get("before", ()) if source != "rss"), "")
 
     def _change(self) -> int | None:
         source, after = self.memory_source, self.memory.get("after", {})

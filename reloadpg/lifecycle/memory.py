@@ -6,6 +6,7 @@ later) include only part of their memory. Sources, in this order:
 * ``device``: used memory of this rank's accelerator device, from its runtime, over all processes;
   the sum, if it has several.
 * sources of :func:`add_source`: ``simulated``, the memory of the simulated accelerator.
+* ``rss``: resident memory of this process, from the Linux kernel.
 
 Nothing here initializes an accelerator: its context would take some hundred MB.
 """
@@ -13,31 +14,45 @@ Nothing here initializes an accelerator: its context would take some hundred MB.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from ..c10d import devices
 
 logger = logging.getLogger("reloadpg")
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _LARGE_CACHE = 256 << 20
 
-_sources: dict[str, Callable[[], int | None]] = {}
+
+@dataclass(frozen=True)
+class Source:
+    """Functions that return the bytes in use and the free bytes, or None if unknown. Fast."""
+
+    used: Callable[[], int | None]
+    free: Callable[[], int | None] = lambda: None
+
+
+_sources: dict[str, Source] = {}
 # Only copies are iterated over: a signal handler may read it while it is changed.
 
 
-def add_source(name: str, used: Callable[[], int | None]) -> None:
-    """Register a source for an accelerator without a runtime in torch. Local, idempotent.
-
-    ``used`` returns the bytes in use, or None if they are unknown. It must be fast.
-    """
-    _sources[name] = used
+def add_source(name: str, source: Source) -> None:
+    """Register a source for an accelerator without a runtime in torch. Local, idempotent."""
+    _sources[name] = source
 
 
 def in_use() -> dict[str, int]:
     """Bytes in use, by source, the most reliable first. Local, about 20 microseconds."""
+    readings = {
+        "device": _device_used,
+        **{name: source.used for name, source in list(_sources.items())},
+        "rss": _resident,
+    }
     amounts: dict[str, int] = {}
-    for name, ask in {"device": _of_devices, **_sources}.items():
+    for name, ask in readings.items():
         try:
             used = ask()
         except Exception as error:  # a device in an error state must not end an operation here
@@ -48,13 +63,25 @@ def in_use() -> dict[str, int]:
     return amounts
 
 
+def free_bytes() -> tuple[int, str] | None:
+    """Bytes available to communicators, and their source; None if unknown. Local."""
+    amounts = _of_devices()
+    if amounts:
+        return sum(free for free, _ in amounts), "device"
+    for name, source in list(_sources.items()):
+        free = source.free()
+        if free is not None:
+            return free, name
+    return None
+
+
 def warnings(released: bool) -> list[str]:
     """Warn of memory that is in use unnecessarily, if the communicators are ``released``."""
-    runtime: Any = devices.runtime()
+    runtime = devices.runtime()
     if not released or not hasattr(runtime, "memory_reserved"):
         return []
     cached = sum(
-        runtime.memory_reserved(index) - runtime.memory_allocated(index)
+        cast(Any, runtime).memory_reserved(index) - cast(Any, runtime).memory_allocated(index)
         for index in devices.of_rank()
     )
     if cached < _LARGE_CACHE:
@@ -65,13 +92,25 @@ def warnings(released: bool) -> list[str]:
     ]
 
 
-def _of_devices() -> int | None:
-    """Bytes in use on the devices of this rank; None if unknown."""
+def _device_used() -> int | None:
+    amounts = _of_devices()
+    return sum(total - free for free, total in amounts) if amounts else None
+
+
+def _of_devices() -> list[tuple[int, int]]:
+    """Free and total bytes of each device of this rank; empty if unknown."""
     amounts = []
-    ask: Any = getattr(devices.runtime(), "mem_get_info", None)
+    ask = getattr(devices.runtime(), "mem_get_info", None)
     for index in () if ask is None else devices.of_rank():
         with devices.current(index) as usable:
             if usable:
-                free, total = ask()
-                amounts.append(total - free)
-    return sum(amounts) if amounts else None
+                amounts.append(cast(Any, ask)())
+    return amounts
+
+
+def _resident() -> int | None:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:  # not Linux
+        return None

@@ -44,10 +44,10 @@ they are wanted, and the number of its thread."""
 
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
-    "reload": ("enter", "resumed", "done"),
+    "reload": ("enter", "room", "resumed", "done"),
     "recover": ("enter", "done"),
 }
-SUSPENDING = ("quiesced", "suspended", "resumed")
+SUSPENDING = ("quiesced", "suspended", "room", "resumed")
 """The phases that exist only in jobs that suspend groups."""
 
 TOUCHING = ("suspended", "released", "resumed", "done")

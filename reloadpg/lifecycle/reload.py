@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, overload
 
-from ..c10d import devices
 from ..errors import DisagreementError
 from ..groups.offloaded import GroupState
 from ..groups.sets import named_sets
@@ -18,7 +17,7 @@ from .job import Job
 from .operation import Operation
 from .pending import Pending, run
 from .recreate import rebuild
-from .suspend import resume
+from .suspend import check_room, resume
 
 
 @overload
@@ -66,6 +65,8 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
+        InsufficientMemoryError: not enough memory here to resume suspended communicators; nothing
+            was changed on any rank.
         InvalidOptionError: the value of ``connect`` is unknown; nothing was changed.
     """
     validate(connect)
@@ -96,8 +97,8 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
             op.call_reloaded(op.groups)
         return
     elif op.may_suspend:
-        with op.step("device"):
-            devices.empty_cache()
+        op.do("device", lambda: check_room(suspended, op.world.rank()), "checking free memory")
+        op.barrier("room")
         op.over(suspended, resume)
         op.barrier("resumed")
     rebuild(op, job, how)

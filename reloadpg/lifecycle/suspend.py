@@ -19,12 +19,13 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import backends as c10d_backends
 from ..c10d import devices, nccl
-from ..errors import BorrowedError
+from ..errors import BorrowedError, InsufficientMemoryError
 from ..groups.borrowed import borrowed, is_of
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..texts import counted, mebibytes
 from ..threads import CancelToken
+from . import memory
 from .callbacks import callbacks
 from .job import Job
 
@@ -62,6 +63,23 @@ def _each_backend(group: ManagedGroup, inner: ProcessGroup, act: Callable[[Any],
         with devices.current(devices.index_for(group.proxy)):
             for backend in released_backends(inner, group.construction):
                 act(backend)
+
+
+def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
+    """Refuse a resume without the memory for it, which would leave its peers hanging."""
+    devices.empty_cache()
+    suspended = [group for group in groups if group.history.strategy == "suspend"]
+    needed = sum(group.history.suspended_bytes for group in suspended)
+    known = memory.free_bytes()
+    if known is None or known[0] >= needed:
+        return
+    free, source = known
+    raise InsufficientMemoryError(
+        f"reload: rank {rank} has {free / 2**20:.0f} MiB free ({source}) and needs "
+        f"{needed / 2**20:.0f} MiB to resume {counted(len(suspended), 'suspended group')}. No "
+        "communicator was resumed on any rank; they stay offloaded. Free memory there, then call "
+        "reload() again on all ranks."
+    )
 
 
 def planned(group: ManagedGroup, strategy: str) -> str:
@@ -148,7 +166,7 @@ def verify(
         before, after: bytes in use, by source.
     """
     expected = sum(group.history.suspended_bytes for group in groups)
-    source = next((name for name in before if name in after), "")
+    source = next((name for name in before if name != "rss" and name in after), "")
     if not groups or (expected and not source):
         return []
     freed = before[source] - after[source] if source else 0

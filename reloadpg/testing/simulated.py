@@ -682,7 +682,7 @@ def register() -> None:
     with _device.lock:
         if NAME not in Backend.backend_list:
             Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
-        memory.add_source("simulated", lambda: stats().held_bytes)
+        memory.add_source("simulated", memory.Source(lambda: stats().held_bytes))
 
 
 def configure(

@@ -50,22 +50,32 @@ def added(monkeypatch):
     return memory.add_source
 
 
-def test_without_an_accelerator_nothing_is_measured(added):
-    assert memory.in_use() == {}
+def test_without_an_accelerator_resident_memory_is_measured(added):
+    seen = memory.in_use()
+    assert list(seen) == ["rss"]
+    with open("/proc/self/status", encoding="ascii") as file:
+        resident = next(int(x.split()[1]) * 1024 for x in file if x.startswith("VmRSS"))
+    assert seen["rss"] == pytest.approx(resident, rel=0.02)
+    assert memory.free_bytes() is None
 
 
 def test_sources_are_ordered(runtime, added):
-    """The device, then added sources."""
-    added("other", lambda: 5)
-    assert [*memory.in_use().items()] == [("device", 30 * GIB), ("other", 5)]
+    """The device, then added sources, then resident memory."""
+    added("other", memory.Source(lambda: 5, lambda: 6))
+    seen = memory.in_use()
+    assert list(seen) == ["device", "other", "rss"]
+    assert (seen["device"], seen["other"]) == (30 * GIB, 5)
+    assert memory.free_bytes() == (50 * GIB, "device")
 
 
 def test_an_added_source_without_a_value_is_omitted(added):
     """The source may not have started yet."""
-    added("other", lambda: None)
-    assert memory.in_use() == {}
-    added("other", lambda: 7)
-    assert memory.in_use() == {"other": 7}
+    added("other", memory.Source(lambda: None))
+    assert "other" not in memory.in_use()
+    assert memory.free_bytes() is None
+    added("other", memory.Source(lambda: 7, lambda: 9))
+    assert memory.in_use()["other"] == 7
+    assert memory.free_bytes() == (9, "other")
 
 
 def test_unused_memory_in_the_allocators_cache_is_a_warning(runtime, added):
@@ -94,7 +104,7 @@ REPORT = Report(
         Span("groups", 11.0, 2.5),
     ),
     total_ms=20.0,
-    memory={"before": {"device": 500, "other": 50}, "after": {"device": 380, "other": 90}},
+    memory={"before": {"device": 500, "rss": 50}, "after": {"device": 380, "rss": 90}},
     warnings=("w",),
 )
 
@@ -115,7 +125,7 @@ def test_values_of_a_report():
     assert of_a_set == {f"offload/engine{key[7:]}": value for key, value in flat.items()}
     details = json.loads(json.dumps(asdict(REPORT)))
     assert details["groups"][0]["reason"] == "old"
-    assert details["memory"]["after"]["other"] == 90
+    assert details["memory"]["after"]["rss"] == 90
     assert REPORT.memory_source == "device"
     assert "1.0 MiB pinned on the host" in str(REPORT)
     assert details["warnings"] == ["w"]

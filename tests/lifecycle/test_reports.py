@@ -127,7 +127,7 @@ def test_computed_figures_of_a_report() -> None:
     """These are waits, and the released or restored bytes."""
     offload = _report(0, 1, 3 << 20)
     assert (offload.wait_ms, offload.released_bytes) == (2.0, 3 << 20)
-    on_cpu = replace(offload, memory={"before": {}, "after": {}})
+    on_cpu = replace(offload, memory={"before": {"rss": 5 << 20}, "after": {"rss": 2 << 20}})
     assert (on_cpu.released_bytes, on_cpu.memory_source) == (None, "")
     reload = replace(offload, operation="reload")
     assert reload.restored_bytes == -(3 << 20)

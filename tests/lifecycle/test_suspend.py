@@ -56,7 +56,7 @@ def test_a_memory_source_that_fails_ends_no_operation(rank: int, what: str) -> N
 
     job = Job("sim", subgroups=())
     if what == "source" and rank == 1:
-        memory.add_source("mine", broken)
+        memory.add_source("mine", memory.Source(broken))
     elif what == "no source":
         memory.in_use = dict  # type: ignore[assignment]
     reloadpg.offload()

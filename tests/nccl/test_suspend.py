@@ -20,6 +20,7 @@ from helpers.nccl_job import CAN_SUSPEND, MIB, on_engines
 import reloadpg
 from reloadpg.c10d import backends as c10d_backends
 from reloadpg.c10d import nccl
+from reloadpg.lifecycle import memory
 from reloadpg.testing import standins
 
 pytestmark = [
@@ -146,6 +147,27 @@ def test_what_is_set_while_suspended_holds_after_the_reload(engine: str) -> None
 
 
 @on_three()
+def test_no_rank_resumes_before_all_have_enough_memory(engine: str, rank: int) -> None:
+    """If one rank has too little, all raise and none resumes. With just enough, all resume."""
+    job = start()
+    reloadpg.offload()
+    left = held()
+    if rank == FAULTY:  # the rollout engine still has the memory
+        free, _ = torch.cuda.mem_get_info()
+        engines = torch.empty(free - 2 * MIB, dtype=torch.uint8)
+    error = reloadpg.errors.InsufficientMemoryError if rank == FAULTY else reloadpg.PeerFailedError
+    with pytest.raises(error, match=r"rank 1 has \d MiB free \(device\)"):
+        reloadpg.reload()
+    assert job.states() == {"offloaded"}
+    if rank == FAULTY:
+        del engines
+        torch.cuda.empty_cache()
+    assert held() == left
+    assert {*strategies(reloadpg.reload()).values()} == {"suspend"}
+    assert job.sums()
+
+
+@on_three()
 def test_a_suspend_that_gave_back_too_little_is_the_last_one(engine: str, rank: int) -> None:
     """The report of the first offload says so, with the reason."""
     if rank == 0:  # no setting that Python sees shows it, such as an old driver
@@ -186,11 +208,18 @@ def test_the_job_recreates_after_a_failure(engine: str, rank: int, at: str) -> N
     job = start()
     taken: list[Any] = []
 
+    measured = memory.free_bytes
+
+    def take_memory() -> None:
+        """Leave too little, after the ranks have agreed that there was enough."""
+        memory.free_bytes = measured
+        free, _ = torch.cuda.mem_get_info()
+        taken.append(torch.empty(free - 2 * MIB, dtype=torch.uint8, device=f"cuda:{rank}"))
+
     if at != "suspend":
         reloadpg.offload()
     if rank == FAULTY and at == "no memory":
-        free, _ = torch.cuda.mem_get_info()  # the rollout engine still has the memory
-        taken.append(torch.empty(free - 2 * MIB, dtype=torch.uint8, device=f"cuda:{rank}"))
+        memory.free_bytes = take_memory  # type: ignore[assignment]
     elif rank == FAULTY:
         standins.inject(standins.Fault("fail", at, rank=FAULTY, times=1))  # type: ignore[arg-type]
     with pytest.raises(reloadpg.ReloadpgError):
