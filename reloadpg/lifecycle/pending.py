@@ -7,6 +7,7 @@ Every operation runs in a separate thread. A blocking call waits for it here: si
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,8 @@ from ..threads import Task
 from .callbacks import publish
 from .job import Job
 from .operation import Operation
+
+logger = logging.getLogger("reloadpg")
 
 Body = Callable[[Operation, Job], object]
 """The steps of an operation."""
@@ -46,7 +49,7 @@ class Pending(futures.Future[Report]):
     thread and ends within its timeouts, whatever happens to the handle; it cannot be cancelled. An
     interrupt of :meth:`result` ends only the wait, and the exit of the interpreter waits for the
     operation. Keep the handle, and call :meth:`result` before the groups are used: it raises the
-    error of the operation.
+    error of the operation, which is logged, too.
 
     Attributes:
         operation: ``offload`` or ``reload``.
@@ -226,6 +229,8 @@ def _perform(op: Operation, body: Body, pending: Pending) -> None:
             if op.job is not None:
                 _publish(op)
     except BaseException as error:  # raised in the caller's thread by result()
+        if op.under_way is not None:  # the program may have dropped the handle
+            logger.error("%s(wait=False) has failed: %r", op.name, error)
         pending.set_exception(error)
         del pending  # the traceback holds this frame
     else:

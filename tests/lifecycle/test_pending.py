@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -178,6 +179,22 @@ def test_the_cpu_backend_of_a_mixed_group_works_while_an_operation_runs(rank) ->
         pending.result()
         remove()
         assert summed(pair, rank) == 3.0
+
+
+@pytest.mark.ranks(1)
+def test_the_error_of_an_operation_without_a_handle_is_logged(rank) -> None:
+    """The groups say it, too: they have failed."""
+    job = _start(min_size=1)
+    lines: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reloadpg").addHandler(handler)
+    with simulated.inject(simulated.Fault("release", group="g1")):
+        reloadpg.offload(wait=False)
+        join_operations()
+    (line,) = (line for line in lines if "wait=False" in line)
+    assert line.startswith("offload(wait=False) has failed: ReleaseError")
+    assert job.groups["g1"].state == "failed"
 
 
 class _Interrupt(BaseException):
