@@ -11,128 +11,66 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 SEEN = ("2.8.0", "2.13.0", "2.15.0")
-"""The versions of torch on which each row was checked."""
-
-
-class Need(NamedTuple):
-    """One name of torch.
-
-    Attributes:
-        owner: the module, or ``module:attribute.attribute`` of a class or object in it.
-        name: the attribute of the owner.
-        why: what does not work without it.
-        parameters: the leading parameters of a function that is replaced or called by position.
-    """
-
-    owner: str
-    name: str
-    why: str
-    parameters: tuple[str, ...] = ()
-
-    @property
-    def path(self) -> str:
-        return f"{self.owner.replace(':', '.')}.{self.name}"
-
-    def __str__(self) -> str:
-        passed = f"({', '.join(self.parameters)})" if self.parameters else ""
-        return f"{self.path}{passed} ({self.why})"
-
-
-_PARAMETERS = {
-    "new_group": "ranks timeout backend pg_options use_local_synchronization group_desc",
-    "_new_group_with_tag": "ranks",
-    "split_group": "parent_pg split_ranks",
-    "init_process_group": "backend",
-    "_new_process_group_helper": "group_size group_rank global_ranks_in_group backend store "
-    "group_name backend_options timeout pg_tag device_id group_desc",
-    "_process_group_name": "ranks use_hashed_name",
-    "_get_default_timeout": "backend",
-    "_check_p2p_op_list": "p2p_op_list",
-    "_coalescing_manager": "group device async_ops",
-    "_abort_process_group": "group",
-}
-
-
-def _names(why: str, owner: str, names: str) -> list[Need]:
-    """Rows for names of one owner, separated by spaces."""
-    return [
-        Need(owner, name, why, tuple(_PARAMETERS.get(name, "").split())) for name in names.split()
-    ]
-
+"""The versions of torch on which each name was checked."""
 
 _C10D = "torch.distributed.distributed_c10d"
 _C = "torch._C._distributed_c10d"
 
-_PATCHED = "the functions that create groups are patched, and replayed with their arguments"
-_MEMBERS = "only the members of a group take part in its rebuild, under a name of its generation"
-_VALUES = "torch's values of backends, members and timeouts are read"
-_PLACE = "a reloadable group takes the place of torch's group, also in C++"
-_METHODS = "backends are released and rebuilt, and the methods of a group reach the live one"
-_OPTIONS = "options and timeouts of a group are read and set"
+FUNCTIONS = {
+    # They are patched, and replayed with their arguments.
+    "new_group": "ranks timeout backend pg_options use_local_synchronization group_desc",
+    "_new_group_with_tag": "ranks",
+    "split_group": "parent_pg split_ranks",
+    "init_process_group": "backend",
+    # Only the members of a group take part in its rebuild, under a name of its generation.
+    "_new_process_group_helper": "group_size group_rank global_ranks_in_group backend store "
+    "group_name backend_options timeout pg_tag device_id group_desc",
+    "_process_group_name": "ranks use_hashed_name",
+    "_get_split_source": "",
+    "_is_barrier_after_init": "",
+    # A batch of sends and receives on a reloadable group is coalesced.
+    "batch_isend_irecv": "",
+    "_check_p2p_op_list": "p2p_op_list",
+    "_coalescing_manager": "group device async_ops",
+    "_get_default_timeout": "backend",
+    "_abort_process_group": "group",
+}
+"""Functions of ``distributed_c10d``, with the leading parameters that are passed by position."""
 
-NEEDS: tuple[Need, ...] = (
-    # -- creation of groups, and its replay
-    *_names(_PATCHED, _C10D, "new_group _new_group_with_tag split_group init_process_group"),
-    *_names(
-        _MEMBERS,
-        _C10D,
-        "_new_process_group_helper _process_group_name _get_split_source _is_barrier_after_init",
-    ),
-    *_names(_VALUES, _C10D, "_get_default_timeout BackendConfig Backend GroupMember"),
-    *_names(_VALUES, f"{_C10D}:BackendConfig", "get_device_backend_map"),
-    *_names(_VALUES, f"{_C10D}:Backend", "backend_list backend_type_map"),
-    *_names(_VALUES, f"{_C10D}:GroupMember", "NON_GROUP_MEMBER"),
-    *_names(
-        "a batch of sends and receives on a reloadable group is coalesced",
-        _C10D,
-        "batch_isend_irecv _check_p2p_op_list _coalescing_manager",
-    ),
-    # -- the tables in which a reloadable group takes the place of torch's
-    *_names(_PLACE, _C10D, "_world"),
-    *_names(
-        _PLACE,
-        f"{_C10D}:_world",
-        "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag tags_to_pg pg_coalesce_state "
-        "default_pg",
-    ),
-    *_names(
-        _PLACE,
-        _C,
-        "_register_process_group _unregister_process_group _create_work_from_future Backend "
-        "ProcessGroup ErrorType",
-    ),
-    *_names(
-        "ranks agree through the store of the job",
-        "torch.distributed",
-        "Store PrefixStore HashStore",
-    ),
-    # -- methods of groups and backends
-    *_names(
-        _METHODS,
-        f"{_C}:ProcessGroup",
-        "_get_backend _register_backend _set_default_backend _device_types bound_device_id "
-        "_set_group_name _set_group_desc _has_hooks _wait_for_pending_works _get_backend_name "
-        "_register_on_completion_hook _enable_collectives_timing _get_sequence_number_for_group "
-        "_start_coalescing _end_coalescing",
-    ),
-    *_names(_METHODS, f"{_C}:_ProcessGroupWrapper", "wrapped_pg"),
-    *_names("communicators are aborted after a fault", _C10D, "_abort_process_group"),
-    *_names(
-        "torch.compile leaves out the methods of a reloadable group",
-        "torch._C._dynamo.eval_frame",
-        "_FrameAction _FrameExecStrategy set_code_exec_strategy",
-    ),
-    *_names(_OPTIONS, f"{_C10D}:ProcessGroupGloo", "_Options _set_default_timeout"),
-    *_names(_OPTIONS, f"{_C10D}:ProcessGroupGloo._Options", "_timeout _devices"),
-    *_names(_OPTIONS, f"{_C10D}:ProcessGroupNCCL", "_set_default_timeout"),
-    *_names("a dump is written at a timeout after a reload", f"{_C}:ProcessGroupNCCL", "uid"),
-    *_names(
-        "what other code takes out of a group is known", f"{_C}:_SymmetricMemory", "rendezvous"
-    ),
-)
+_NAMES = {
+    _C10D: f"{' '.join(FUNCTIONS)} BackendConfig Backend GroupMember _world",
+    f"{_C10D}:BackendConfig": "get_device_backend_map",
+    f"{_C10D}:Backend": "backend_list backend_type_map",
+    f"{_C10D}:GroupMember": "NON_GROUP_MEMBER",
+    # A reloadable group takes the place of torch's group, also in C++.
+    f"{_C10D}:_world": "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag tags_to_pg "
+    "pg_coalesce_state default_pg",
+    _C: "_register_process_group _unregister_process_group _create_work_from_future Backend "
+    "ProcessGroup ErrorType",
+    "torch.distributed": "Store PrefixStore HashStore",
+    # The methods of a group reach the live one.
+    f"{_C}:ProcessGroup": "_get_backend _register_backend _set_default_backend _device_types "
+    "bound_device_id _set_group_name _set_group_desc _has_hooks _wait_for_pending_works "
+    "_get_backend_name _register_on_completion_hook _enable_collectives_timing "
+    "_get_sequence_number_for_group _start_coalescing _end_coalescing",
+    f"{_C}:_ProcessGroupWrapper": "wrapped_pg",
+    # Options and timeouts are read and set.
+    f"{_C10D}:ProcessGroupGloo": "_Options _set_default_timeout",
+    f"{_C10D}:ProcessGroupGloo._Options": "_timeout _devices",
+    f"{_C10D}:ProcessGroupNCCL": "_set_default_timeout",
+    # A dump is written at a timeout after a reload.
+    f"{_C}:ProcessGroupNCCL": "uid",
+    # What other code takes out of a group is known.
+    f"{_C}:_SymmetricMemory": "rendezvous",
+    # torch.compile leaves out the methods of a reloadable group.
+    "torch._C._dynamo.eval_frame": "_FrameAction _FrameExecStrategy set_code_exec_strategy",
+}
+
+NEEDS = tuple((owner, name) for owner, names in _NAMES.items() for name in names.split())
+"""Each name after its owner: a module, or ``module:attribute.attribute`` of an object in it."""
 
 OPTIONAL = frozenset(
     {
@@ -155,23 +93,25 @@ _OF_BUILDS = ("ProcessGroupNCCL", "ProcessGroupGloo", "_ProcessGroupWrapper")
 """What a build without NCCL, or without gloo, lacks."""
 
 
-def missing() -> list[Need]:
-    """Return the rows that the loaded torch does not meet. Local, below a millisecond."""
-    return [need for need in NEEDS if not _is_met(need)]
+def missing() -> list[str]:
+    """Name what the loaded torch lacks or has changed. Local, below a millisecond."""
+    return [
+        f"{owner.replace(':', '.')}.{name}" for owner, name in NEEDS if not _is_there(owner, name)
+    ]
 
 
-def _is_met(need: Need) -> bool:
-    module, _, attributes = need.owner.partition(":")
+def _is_there(owner: str, name: str) -> bool:
+    module, _, attributes = owner.partition(":")
     value: Any = sys.modules.get(module, _ABSENT)
-    for name in [*filter(None, attributes.split(".")), need.name]:
-        if name in _OF_BUILDS and not hasattr(value, name):
+    for attribute in [*filter(None, attributes.split(".")), name]:
+        if attribute in _OF_BUILDS and not hasattr(value, attribute):
             return True
-        value = getattr(value, name, _ABSENT)
+        value = getattr(value, attribute, _ABSENT)
     code = getattr(inspect.unwrap(value), "__code__", None)  # a function of C++ has none
     if code is None:
         return value is not _ABSENT
-    positional: tuple[str, ...] = code.co_varnames[: code.co_argcount]
-    return need.parameters == positional[: len(need.parameters)]
+    parameters = FUNCTIONS.get(name, "").split()
+    return parameters == [*code.co_varnames[: code.co_argcount]][: len(parameters)]
 
 
 def refuse_missing() -> None:
@@ -180,11 +120,11 @@ def refuse_missing() -> None:
     Raises:
         UnsupportedTorchError: a name, or a parameter, is missing.
     """
-    if rows := missing():
+    if names := missing():
         from reloadpg.errors import UnsupportedTorchError
 
         raise UnsupportedTorchError(
             f"torch {sys.modules['torch'].__version__} lacks, or has changed, names that reloadpg "
-            f"uses: {'; '.join(map(str, rows))}. Nothing was changed. Use a version of torch from "
+            f"uses: {', '.join(names)}. Nothing was changed. Use a version of torch from "
             f"{SEEN[0]} to {SEEN[-1]}, or a reloadpg that was tested with this one.",
         )

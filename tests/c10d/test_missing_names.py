@@ -14,36 +14,42 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reloadpg.c10d.needs import NEEDS, Need
+from reloadpg.c10d.needs import FUNCTIONS, NEEDS
+
+Need = tuple[str, str]
 
 CREATORS = ("new_group", "split_group", "init_process_group")
 """These tests compare them."""
 
 
 def owner_of(need: Need) -> Any:
-    module, _, attributes = need.owner.partition(":")
+    module, _, attributes = need[0].partition(":")
     found: Any = sys.modules[module]
     for name in attributes.split(".") if attributes else ():
         found = getattr(found, name)
     return found
 
 
+def path_of(need: Need) -> str:
+    return ".".join(need).replace(":", ".")
+
+
 def remove(need: Need) -> None:
     """Remove the name, in this process for good."""
     owner = owner_of(need)
     if not isinstance(owner, type):
-        if need.name in vars(owner):
-            delattr(owner, need.name)
+        if need[1] in vars(owner):
+            delattr(owner, need[1])
             return
         owner = type(owner)  # torch's tables are properties of their class
     for base in owner.__mro__:
-        if need.name in vars(base):
-            delattr(base, need.name)
+        if need[1] in vars(base):
+            delattr(base, need[1])
 
 
 def change(need: Need, function: Callable[..., Any]) -> None:
     """Replace a function, or a method of a class in C++."""
-    setattr(owner_of(need), need.name, function)
+    setattr(owner_of(need), need[1], function)
 
 
 def forked(case: Callable[[], str]) -> str:
@@ -73,7 +79,7 @@ def is_here(need: Need) -> bool:
         owner = owner_of(need)
     except (AttributeError, KeyError):
         return False
-    return isinstance(owner, type) or hasattr(owner, need.name)
+    return isinstance(owner, type) or hasattr(owner, need[1])
 
 
 def refusal() -> str:
@@ -95,7 +101,7 @@ def refusal() -> str:
 @pytest.mark.slow
 @pytest.mark.matrix
 def test_a_torch_that_lacks_a_name_is_refused() -> None:
-    """The message names it and says what does not work without it."""
+    """The message names it."""
 
     def case(need: Need) -> str:
         remove(need)
@@ -103,11 +109,11 @@ def test_a_torch_that_lacks_a_name_is_refused() -> None:
 
     wrong = {}
     for need in filter(is_here, NEEDS):
-        if need.name in CREATORS:
+        if need[1] in CREATORS:
             continue
         text = forked(lambda need=need: case(need))  # type: ignore[misc]
-        if not text.startswith("torch ") or need.path not in text or need.why not in text:
-            wrong[need.path] = text
+        if not text.startswith("torch ") or path_of(need) not in text:
+            wrong[path_of(need)] = text
     assert wrong == {}
 
 
@@ -121,21 +127,19 @@ def test_a_function_with_other_parameters_is_refused() -> None:
         change(need, changed)
         return refusal()
 
-    functions = [need for need in NEEDS if need.parameters and need.name not in CREATORS]
+    functions = [need for need in NEEDS if FUNCTIONS.get(need[1]) and need[1] not in CREATORS]
     wrong = {}
     for need in functions:
         text = forked(lambda need=need: case(need))  # type: ignore[misc]
-        if need.path not in text:
-            wrong[need.path] = text
+        if path_of(need) not in text:
+            wrong[path_of(need)] = text
     assert functions
     assert wrong == {}
 
 
 def test_doctor_names_what_is_missing() -> None:
-    """With what does not work without it."""
-
     def case() -> str:
-        remove(next(need for need in NEEDS if need.name == "_get_split_source"))
+        remove(next(need for need in NEEDS if need[1] == "_get_split_source"))
         refusal()
         from reloadpg.cli.doctor import diagnose
 
@@ -144,4 +148,4 @@ def test_doctor_names_what_is_missing() -> None:
 
     (problem,) = forked(case).splitlines()
     assert problem.startswith("[problem] torch ")
-    assert "_get_split_source (only the members of a group take part" in problem
+    assert "torch.distributed.distributed_c10d._get_split_source" in problem
