@@ -65,10 +65,9 @@ class Loan:
     things: WeakSet[Any] | None
 
 
-def take(group: ManagedGroup, name: str, value: Any) -> Any:
-    """Record the caller of a method of a group, and return what it gets. Local."""
-    frame = _borrower(2)
-    if frame is None or not group.records or type(value) is OffloadedBackend:
+def take(group: ManagedGroup, name: str, value: Any, frame: FrameType) -> Any:
+    """Record the :func:`borrower` of what a method of a group returns, and return it. Local."""
+    if not group.records or type(value) is OffloadedBackend:
         return value
     what, path, line = _KINDS[name], frame.f_code.co_filename, frame.f_lineno
     loan = group.loans.get((what, path, line))
@@ -82,9 +81,9 @@ def take(group: ManagedGroup, name: str, value: Any) -> Any:
     return value
 
 
-def _borrower(depth: int) -> FrameType | None:
-    """Return the calling frame, or None if it is torch's or this library's. Local, 0.2 us."""
-    frame: FrameType | None = sys._getframe(depth + 1)
+def borrower() -> FrameType | None:
+    """Return the frame that called the caller; None if it is torch's or this library's. 0.2 us."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
         if name.partition(".")[0] not in _OURS:
@@ -109,8 +108,8 @@ def _recording(name: str, original: Any) -> Callable[..., Any]:
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         value = original.__get__(self, type(self))(*args, **kwargs)
-        if _borrower(1) is not None and (group := _owner(self)) is not None:
-            return take(group, name, value)
+        if (frame := borrower()) is not None and (group := _owner(self)) is not None:
+            return take(group, name, value, frame)
         return value
 
     compiling.skip_in_compiled_code([method])
@@ -121,11 +120,11 @@ def _recording_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def rendezvous(tensor: Any, group_name: str | None = None) -> Any:
         handle = original(tensor, group_name)
-        if _borrower(1) is not None and backends.symmetric_memory_keeps_communicators():
+        if (frame := borrower()) is not None and backends.symmetric_memory_keeps_communicators():
             for group in tables.known_groups():
                 managed: ManagedGroup | None = getattr(group, "_managed", None)
                 if managed is not None and managed.name == group_name:
-                    return take(managed, "rendezvous", handle)
+                    return take(managed, "rendezvous", handle, frame)
         return handle
 
     return rendezvous
@@ -164,4 +163,4 @@ def borrowed(groups: Iterable[ManagedGroup]) -> tuple[Borrowed, ...]:
     return tuple(rows)
 
 
-compiling.skip_in_compiled_code([take, _borrower])
+compiling.skip_in_compiled_code([take, borrower])

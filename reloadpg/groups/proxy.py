@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import backends, compiling, creation, tables
 from ..errors import GroupPickleError
-from .borrowed import take
+from .borrowed import borrower, take
 from .creation import Construction
 from .dispatch import Dispatch
 from .managed import ManagedGroup
@@ -194,7 +194,9 @@ def managed(group: object) -> ManagedGroup | None:
 
 def _recorded(name: str) -> Callable[..., Any]:
     def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return take(self._managed, name, getattr(self._inner, name)(*args, **kwargs))
+        value, frame = getattr(self._inner, name)(*args, **kwargs), borrower()
+        # Torch 2.15 gets WORLD's backend four times in each creation: no further call for it.
+        return value if frame is None else take(self._managed, name, value, frame)
 
     method.__name__ = name
     return method
