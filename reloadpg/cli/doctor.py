@@ -200,7 +200,11 @@ def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
     saver = "torch_memory_saver"
     graphs = environ.get("NCCL_GRAPH_REGISTER", "")
     if (saver in sys.modules or saver in environ.get("LD_PRELOAD", "")) and graphs != "0":
-        what = f"NCCL_GRAPH_REGISTER={graphs}" if graphs else "NCCL_GRAPH_REGISTER unset"
+        what = (
+            f"NCCL_GRAPH_REGISTER={graphs}"
+            if graphs
+            else "the environment has no NCCL_GRAPH_REGISTER"
+        )
         what += f": with {saver}, graphs whose buffers NCCL has registered hang (SGLang#40648)"
         yield found("warning", what, "set NCCL_GRAPH_REGISTER=0 where CUDA graphs are captured")
     prefixes = ("NCCL_", "TORCH_NCCL_")
