@@ -20,6 +20,19 @@ def process_table() -> str:
     return ""
 
 
+def absence_of(pid: int, started: str) -> str:
+    """Why a process that started then does not run: ``gone``, ``stopped``, or empty. Local.
+
+    It has ended if the id is not in use, or by a process that started at another time.
+    """
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, *fields = stat.rpartition(")")[2].split()
+        if fields[18] == started:
+            return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
+    return "gone"
+
+
 def start_of(pid: int) -> str:
     """The start time of a process, in ticks since boot; empty if it has ended."""
     with suppress(OSError):

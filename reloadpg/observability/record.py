@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..processes import process_table, start_of
+from ..processes import absence_of, process_table
 from ..reports import OperationStatus
 
 SILENT_S = 5.0
@@ -66,27 +66,14 @@ class RankRecord:
         """Return a copy that says if the rank is gone, stopped or silent. Local.
 
         A process is looked up if the record is of this process table: a process id of another PID
-        namespace, such as a container's, means nothing here. It has ended if the id is not in use,
-        or by a process that started at another time.
+        namespace, such as a container's, means nothing here.
         """
         absent = self.absent
         if not absent and self.started and self.process_table == process_table():
-            absent = _absence_of(self.pid, self.started)
+            absent = absence_of(self.pid, self.started)
         if not absent and now - self.time > SILENT_S:
             absent = "silent"
         return replace(self, absent=absent)
-
-
-def _absence_of(pid: int, started: str) -> str:
-    """``gone``, ``stopped``, or empty for a running process of this host. Local."""
-    if start_of(pid) != started:
-        return "gone"
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return "gone"
-    letter = stat.rpartition(")")[2].split()[0]
-    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "")
 
 
 def decoded(text: str) -> RankRecord:

@@ -129,7 +129,6 @@ class Rendezvous:
 
     def end(self, deadline: Deadline) -> None:
         """End the thread of the requests, and wait for it. Local, with a timeout."""
-        self.peers.forget()
         thread = self.client.end()
         if thread is not None and thread is not threading.current_thread():
             thread.join(deadline.left)

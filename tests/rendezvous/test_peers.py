@@ -100,4 +100,3 @@ def test_a_process_is_identified_by_its_id_and_start_time() -> None:
             other.kill()
             other.wait()
         assert (alive, peers.dead(), deceived.dead()) == ((), (1,), ())
-        peers.forget()
