@@ -515,6 +515,8 @@ class Operation:
             with self.step("callbacks", f"callback {callback.name}"):
                 try:
                     self.in_caller(callback.function)
+                except Interrupted:  # the caller waits no more
+                    raise
                 except Exception as cause:
                     raise ReloadpgError(
                         f"{self.name}: callback {callback.name} raised {type(cause).__name__}: "

@@ -13,7 +13,9 @@ from helpers.interrupting import interrupt_at, interrupted_at_call
 
 import reloadpg
 from reloadpg.lifecycle import pending as waiting
-from reloadpg.rendezvous.round import barrier_hooks
+from reloadpg.lifecycle.offload import release
+from reloadpg.lifecycle.operation import Operation
+from reloadpg.rendezvous.round import Interrupted, barrier_hooks
 
 INTERRUPTED = 1
 CALLER = tuple(
@@ -35,6 +37,30 @@ MOMENTS = [
     ("recover", "enter"),
     ("recover", "done"),
 ]
+
+
+@pytest.mark.ranks(2)
+def test_an_interrupt_before_a_callback_is_told_as_such(rank: int) -> None:
+    """The caller waits no more, and the callback is not called, so it is not blamed."""
+    Job("gloo", subgroups=([0, 1],), timeout=FAR)
+    reloadpg.on_offload(lambda: None, name="mine")
+
+    def left(call: object) -> None:
+        op.interrupt(KeyboardInterrupt())
+        raise Interrupted
+
+    if rank == INTERRUPTED:
+        op = Operation("offload")
+        op.in_caller = left
+        op.begin()
+        assert op.job is not None
+        with pytest.raises(KeyboardInterrupt), op:
+            release(op, op.job)
+    else:
+        seen = attempt(reloadpg.offload)
+        assert seen.kind == "PeerFailedError"
+        assert "KeyboardInterrupt" in seen.text
+        assert "mine" not in seen.text
 
 
 @pytest.mark.slow
