@@ -143,6 +143,7 @@ def test_a_reload_after_an_offload_that_failed_calls_its_callbacks(where: str, r
     reloadpg.on_offload(lambda *_: calls.append("before"), group=group)  # type: ignore[arg-type]
     reloadpg.on_reload(lambda *_: calls.append("after"), group=group)  # type: ignore[arg-type]
     reloadpg.on_reload(lambda: calls.append("on_reload"))
+    reloadpg.on_offload(dist.barrier)  # the other rank must have entered when one fails
     if where == "callback" and rank == 0:
         reloadpg.on_offload(failing([], "ours"))
     with pytest.raises(reloadpg.ReloadpgError, match=r"of ours|chosen sets"):
