@@ -152,9 +152,10 @@ class Rendezvous:
             seconds: the timeout: seconds without progress.
             reason: of a recovery, for ranks that wait elsewhere.
 
+        If another rank has requested a recovery, the first barrier raises it. So it does if
+        operations have failed without this rank, unless this one repairs that.
+
         Raises:
-            PeerFailedError: another rank has requested a recovery, or operations have failed
-                without this rank and this one does not repair that.
             ReloadpgError: the store is lost.
         """
         with Round(self, operation, phases, seconds) as round_:
@@ -350,9 +351,8 @@ class Round:
         try:
             rendezvous._count(deadline)
             rendezvous.drive(self._rank.enter(self.operation, reason), deadline)
-        except Ended as ended:
+        except Ended as ended:  # raised at the first barrier, or while this rank works
             self._ended, self.decision = True, ended.decision
-            raise self._error() from None
         except ReloadpgError:
             self._ended = True
             raise
@@ -384,6 +384,8 @@ class Round:
             RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
             PeerFailedError: a rank failed before it arrived.
         """
+        if self._ended and not self.number:
+            raise self._error()
         if self._ended or self.phase != phase:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
         rendezvous, deadline, share = self._rendezvous, self._deadline(), 0
@@ -463,6 +465,8 @@ class Round:
             if seen != before:
                 deadline.extend()
             self.check()  # the work may wait for a process that has ended
+            if self._ended:
+                raise self._error()
             if not rendezvous.alone:
                 rendezvous.drive(self._rank.look(), deadline, self)
                 rendezvous.extend(deadline, seen - before)
