@@ -47,8 +47,9 @@ _REFERENCED = frozenset({"_get_backend", "get_backend", "new_window"})
 
 _OF_BACKENDS = ("_comm_ptr", "comm_ptr", "new_window", "register_abort_hook", "register_mem_pool")
 
-_OURS = ("torch", __name__.partition(".")[0])
-_THROUGH = frozenset({"get_backend_impl", "_new_window", "rendezvous"})
+OURS = ("torch.", f"{__name__.partition('.')[0]}.")
+_OURS_ALONE = frozenset(name[:-1] for name in OURS)
+THROUGH = frozenset({"get_backend_impl", "_new_window", "rendezvous"})
 """Functions of torch that return to their caller what they take out of a group."""
 
 
@@ -65,9 +66,10 @@ class Loan:
     things: WeakSet[Any] | None
 
 
-def take(group: ManagedGroup, name: str, value: Any, frame: FrameType) -> Any:
-    """Record the :func:`borrower` of what a method of a group returns, and return it. Local."""
-    if not group.records or type(value) is OffloadedBackend:
+def take(group: ManagedGroup, name: str, value: Any) -> Any:
+    """Record the caller of a method of a group, and return what it gets. Local."""
+    frame = _borrower(2)
+    if frame is None or not group.records or type(value) is OffloadedBackend:
         return value
     what, path, line = _KINDS[name], frame.f_code.co_filename, frame.f_lineno
     loan = group.loans.get((what, path, line))
@@ -81,14 +83,14 @@ def take(group: ManagedGroup, name: str, value: Any, frame: FrameType) -> Any:
     return value
 
 
-def borrower() -> FrameType | None:
-    """Return the frame that called the caller; None if it is torch's or this library's. 0.2 us."""
-    frame: FrameType | None = sys._getframe(2)
+def _borrower(depth: int) -> FrameType | None:
+    """Return the calling frame, or None if it is torch's or this library's. Local, 0.2 us."""
+    frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in _OURS:
+        if not name.startswith(OURS) and name not in _OURS_ALONE:
             return frame
-        if frame.f_code.co_name not in _THROUGH:
+        if frame.f_code.co_name not in THROUGH:
             return None
         frame = frame.f_back
     return None
@@ -108,8 +110,8 @@ def _recording(name: str, original: Any) -> Callable[..., Any]:
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         value = original.__get__(self, type(self))(*args, **kwargs)
-        if (frame := borrower()) is not None and (group := _owner(self)) is not None:
-            return take(group, name, value, frame)
+        if _borrower(1) is not None and (group := _owner(self)) is not None:
+            return take(group, name, value)
         return value
 
     compiling.skip_in_compiled_code([method])
@@ -120,11 +122,11 @@ def _recording_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def rendezvous(tensor: Any, group_name: str | None = None) -> Any:
         handle = original(tensor, group_name)
-        if (frame := borrower()) is not None and backends.symmetric_memory_keeps_communicators():
+        if _borrower(1) is not None and backends.symmetric_memory_keeps_communicators():
             for group in tables.known_groups():
                 managed: ManagedGroup | None = getattr(group, "_managed", None)
                 if managed is not None and managed.name == group_name:
-                    return take(managed, "rendezvous", handle, frame)
+                    return take(managed, "rendezvous", handle)
         return handle
 
     return rendezvous
@@ -163,4 +165,4 @@ def borrowed(groups: Iterable[ManagedGroup]) -> tuple[Borrowed, ...]:
     return tuple(rows)
 
 
-compiling.skip_in_compiled_code([take, borrower])
+compiling.skip_in_compiled_code([take, _borrower])

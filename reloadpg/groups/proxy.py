@@ -12,6 +12,7 @@ Do not assume:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import backends, compiling, creation, tables
 from ..errors import GroupPickleError
-from .borrowed import borrower, take
+from .borrowed import OURS, THROUGH, take
 from .creation import Construction
 from .dispatch import Dispatch
 from .managed import ManagedGroup
@@ -193,10 +194,22 @@ def managed(group: object) -> ManagedGroup | None:
 
 
 def _recorded(name: str) -> Callable[..., Any]:
-    def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        value, frame = getattr(self._inner, name)(*args, **kwargs), borrower()
-        # Torch 2.15 gets WORLD's backend four times in each creation: no further call for it.
-        return value if frame is None else take(self._managed, name, value, frame)
+    if name.endswith("get_backend"):
+
+        def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            backend = getattr(self._inner, name)(*args, **kwargs)
+            # Torch 2.15 gets WORLD's backend four times in each creation: no further call for it.
+            caller = sys._getframe(1)
+            if (
+                caller.f_globals.get("__name__", "").startswith(OURS)
+                and caller.f_code.co_name not in THROUGH
+            ):
+                return backend
+            return take(self._managed, name, backend)
+    else:
+
+        def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            return take(self._managed, name, getattr(self._inner, name)(*args, **kwargs))
 
     method.__name__ = name
     return method
