@@ -82,6 +82,7 @@ class ManagedGroup:
     under_way: UnderWay | None = None
     before_end: Callable[[], object] | None = None
     records = True
+    _history: History | None = None
 
     # Changes made to the live group after its creation, which are carried over to the next one.
     calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
@@ -99,7 +100,6 @@ class ManagedGroup:
         self.backend_name = inner.name()
         self.names_in_store = [construction.name]
         self.loans: dict[tuple[str, str, int], Loan] = {}
-        self.history = History()
 
     @property
     def proxy(self) -> ReloadableProcessGroup:
@@ -123,6 +123,14 @@ class ManagedGroup:
     def is_live(self) -> bool:
         """Whether the group owns a communicator that can be used."""
         return self.state is GroupState.LIVE
+
+    @property
+    def history(self) -> History:
+        """That of its releases; made when it is first read, not in each creation."""
+        history = self._history
+        if history is None:  # two threads may be here at once
+            history = self.__dict__.setdefault("_history", History())
+        return history
 
     @property
     def has_hooks(self) -> bool:
