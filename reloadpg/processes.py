@@ -23,14 +23,19 @@ def process_table() -> str:
 def absence_of(pid: int, started: str) -> str:
     """Why a process that started then does not run: ``gone``, ``stopped``, or empty. Local.
 
-    It has ended if the id is not in use, or by a process that started at another time.
+    It has ended if the id is not in use, or by a process that started at another time. A process
+    that cannot be looked up, such as when no file descriptor is left, counts as running.
     """
-    with suppress(OSError):
+    try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        state, *fields = stat.rpartition(")")[2].split()
-        if fields[18] == started:
-            return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
-    return "gone"
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    except OSError:
+        return ""
+    state, *fields = stat.rpartition(")")[2].split()
+    if fields[18] != started:
+        return "gone"
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
 
 
 def start_of(pid: int) -> str:

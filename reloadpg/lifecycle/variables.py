@@ -8,7 +8,7 @@
 ``RELOADPG_TIMEOUT_S``      ``timeout``, in seconds
 ``RELOADPG_LOG_LEVEL``      level of the logger ``reloadpg``: a name or a number
 ``RELOADPG_GRACE_S``        seconds within which ranks must respond after a failure; a rank that
-                            responds later is reported as silent. Default: 1.5
+                            responds later is named as missing. Default: 1.5
 ``RELOADPG_LOG_WAIT_S``     seconds after which a wait for other ranks is logged. Default: 10
 ==========================  ======================================================================
 

@@ -210,8 +210,8 @@ def test_install_refuses_torchcomms(monkeypatch):
 
 def test_an_unknown_variable_that_is_empty_counts_as_unset(monkeypatch):
     monkeypatch.setenv("RELOADPG_FUTURE", "")
-    reloadpg.install()
-    reloadpg.uninstall()
+    with reloadpg.install():
+        assert reloadpg.is_installed()
 
 
 @pytest.mark.ranks(1)

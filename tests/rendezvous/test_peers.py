@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
 from datetime import timedelta
@@ -12,6 +14,7 @@ from helpers import faulty_gloo
 from helpers.fault_job import die, survivors
 
 import reloadpg
+from reloadpg.processes import start_of
 from reloadpg.rendezvous.peers import Peers
 
 TIMEOUT_S = 300.0
@@ -73,6 +76,19 @@ def test_a_rank_that_is_killed_in_bring_up_is_named_as_dead() -> None:
     for text, missing in survivors(killed_in_bring_up, 3, victim, dead=victim).values():
         assert f"init_distributed: rank {victim} died" in text
         assert missing == (victim,)
+
+
+@pytest.mark.ranks(1)
+def test_without_a_file_descriptor_no_process_counts_as_ended() -> None:
+    """A process that looks up the others may have none left."""
+    peers, parent = Peers(0), os.getppid()
+    peers.meet(f"{peers.entry()}1 {parent} {start_of(parent)} 1-1\n")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    dead = peers.dead()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    assert (len(before) > 3, dead, peers.dead()) == (True, (), ())
 
 
 OTHER = """
