@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -222,7 +223,9 @@ class Player:
         if step.fault is not None and step.fault.kind == "die":
             self._alive = [rank for rank in self._alive if rank not in step.fault.ranks]
         begun = time.monotonic()
+        faulthandler.dump_traceback_later(ALLOWANCE / 2)  # the report shows where a rank has waited
         seen = attempt(partial(getattr(self, f"_{step.do}"), *step.args))
+        faulthandler.cancel_dump_traceback_later()
         where = f"{step} of {self.program}: {seen}"
         assert seen.kind != "AssertionError", where
         self._failed = bool(seen.kind)
