@@ -21,20 +21,17 @@ class Peers:
 
     Attributes:
         host: identifier of the host; empty if this rank has no peers.
+        entry: this process, for the list of its host.
     """
 
     def __init__(self, rank: int, *, watches: bool = True) -> None:
         self._rank = rank
         self._watched: dict[int, tuple[int, str]] = {}  # by rank: process id and start time
-        self._parent = ""
-        self.host = process_table() if watches and start_of(os.getpid()) else ""
-
-    def entry(self) -> str:
-        """Begin an epoch; return the entry of this process in the list of this host. Local."""
-        self._watched = {}
         pid, parent = os.getpid(), os.getppid()
+        started = start_of(pid)
         self._parent = f"{parent}-{start_of(parent)}"
-        return f"{self._rank} {pid} {start_of(pid)} {self._parent}\n"
+        self.host = process_table() if watches and started else ""
+        self.entry = f"{rank} {pid} {started} {self._parent}\n"
 
     def meet(self, entries: str) -> None:
         """Watch the listed processes. Local.

@@ -120,8 +120,7 @@ class Rendezvous:
             return
         self.drive(self.state.count(), deadline)
         if self.peers.host:
-            entry = self.peers.entry()
-            self.ask(lambda store: append(store, self._hosts, entry), deadline)
+            self.ask(lambda store: append(store, self._hosts, self.peers.entry), deadline)
 
     @property
     def _hosts(self) -> str:
