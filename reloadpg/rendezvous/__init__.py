@@ -7,7 +7,6 @@ Nothing here uses a collective, since the groups may be released.
 ``round``         an operation on one rank: it performs the commands of the protocol
 ``decision``      the decision of a barrier, and the error that each rank raises for it
 ``plan``          a rank's plan for an operation, as a value that ranks compare
-``peers``         the ranks on this host: which of them have ended
 ``store_client``  separate store clients, with a thread and a timeout for the requests
 ================  ===============================================================================
 """

@@ -21,11 +21,11 @@ from typing import Any, NoReturn, TypeVar
 from torch.distributed import PrefixStore, Store
 
 from ..errors import ReloadpgError
+from ..processes import Peers
 from ..settings import GRACE
 from ..threads import CancelToken, Deadline, Task, wait_seconds
 from . import protocol
 from .decision import Decision
-from .peers import Peers
 from .plan import Plan
 from .protocol import OK, Ended, GaveUp, Rank, Steps
 from .store_client import Root, StoreClient, append, read

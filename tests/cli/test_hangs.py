@@ -19,11 +19,11 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
+from reloadpg import processes
 from reloadpg.cli import main, status
 from reloadpg.cli.status import JobView, state_of
 from reloadpg.observability import record as records
 from reloadpg.observability.record import read_directory
-from reloadpg.rendezvous import peers
 from reloadpg.testing import RankOutcome, run_ranks
 
 LIMIT_S = 180.0
@@ -51,7 +51,7 @@ def next_call(directory: str, rank: int, number: int) -> str:
 
 def hanging_rank(rank: int, size: int, directory: str) -> None:
     """Call the functions of reloadpg that the files ``call-RANK-NUMBER`` name, until killed."""
-    peers.process_table = str  # dead processes are not detected, as on other hosts
+    processes.process_table = str  # dead processes are not detected, as on other hosts
     Path(directory, f"pid-{rank}").write_text(str(os.getpid()))
     reloadpg.install(backends={worlds.BACKEND}, timeout=300.0)
     worlds.init(store=dist.FileStore(f"{directory}/store", size), rank=rank, world_size=size)

@@ -23,7 +23,7 @@ from reloadpg.observability.record import (
     decoded,
     read_directory,
 )
-from reloadpg.rendezvous import peers
+from reloadpg.processes import process_table, start_of
 from reloadpg.reports import OperationStatus
 from reloadpg.testing import run_ranks
 
@@ -161,14 +161,14 @@ def test_a_wait_for_a_lost_rank_is_a_problem_at_once(why):
 
 def test_an_ended_process_of_this_host_is_gone_at_once_though_its_record_is_new():
     """By its start time, if the id is in use again; a process of a container is taken to run."""
-    now, table = time.time(), peers.process_table()
+    now, table = time.time(), process_table()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        known = {"pid": process.pid, "started": peers.start_of(process.pid), "process_table": table}
+        known = {"pid": process.pid, "started": start_of(process.pid), "process_table": table}
         new = read(0, 1, time=now, **known)
         assert new.absent == ""
         assert replace(new, started="1").looked_up(now).absent == "gone"
         process.kill()
-        while peers.start_of(process.pid) and new.looked_up(now).absent != "gone":
+        while start_of(process.pid) and new.looked_up(now).absent != "gone":
             time.sleep(0.01)
         assert new.looked_up(now).absent == "gone"  # not reaped yet
     assert new.looked_up(now).absent == "gone"

@@ -14,8 +14,7 @@ from helpers import faulty_gloo
 from helpers.fault_job import die, survivors
 
 import reloadpg
-from reloadpg.processes import start_of
-from reloadpg.rendezvous.peers import Peers
+from reloadpg.processes import Peers, start_of
 
 TIMEOUT_S = 300.0
 """Longer than the time limit of the test."""
@@ -93,7 +92,7 @@ def test_without_a_file_descriptor_no_process_counts_as_ended() -> None:
 
 
 OTHER = """
-from reloadpg.rendezvous.peers import Peers
+from reloadpg.processes import Peers
 print(Peers(1).entry, end="", flush=True)
 input()
 """
