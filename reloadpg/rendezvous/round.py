@@ -134,31 +134,16 @@ class Rendezvous:
 
     # -- operations -------------------------------------------------------------------------
 
-    def open(
-        self,
-        operation: str,
-        phases: Sequence[str],
-        seconds: float,
-        *,
-        reason: str = "",
-    ) -> Round:
-        """Enter the next operation. Blocking, with a timeout; all ranks make the same calls.
+    def open(self, operation: str, phases: Sequence[str], seconds: float) -> Round:
+        """Enter the next operation; see :meth:`Round.enter`.
 
         Args:
-            operation: its name. ``recover`` requests a recovery of all ranks, or joins the
-                requested one.
+            operation: its name.
             phases: the barriers.
             seconds: the timeout: seconds without progress.
-            reason: of a recovery, for ranks that wait elsewhere.
-
-        If another rank has requested a recovery, the first barrier raises it. So it does if
-        operations have failed without this rank, unless this one repairs that.
-
-        Raises:
-            ReloadpgError: the store is lost.
         """
         with Round(self, operation, phases, seconds) as round_:
-            round_.enter(reason)
+            round_.enter()
         return round_
 
     def recovery_requested(self, every: float) -> bool:
@@ -345,7 +330,18 @@ class Round:
             hook(moment, self.operation, self.phase, self._rendezvous.rank)
 
     def enter(self, reason: str = "") -> None:
-        """Enter the operation; see :meth:`Rendezvous.open`."""
+        """Enter the operation. Blocking, with a timeout; all ranks make the same calls.
+
+        ``recover`` requests a recovery of all ranks, or joins the requested one. If another rank
+        has requested one, the first barrier of another operation raises it. So it does if
+        operations have failed without this rank, unless this one repairs that.
+
+        Args:
+            reason: of a recovery, for ranks that wait elsewhere.
+
+        Raises:
+            ReloadpgError: the store is lost.
+        """
         rendezvous, deadline, before = self._rendezvous, self._deadline(), self._rank.number
         try:
             rendezvous._count(deadline)

@@ -450,7 +450,7 @@ def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
     def body(rdv: Rendezvous) -> tuple[bool, bool]:
         rdv.open("reload", ("enter",), FAR).barrier("enter", PLAN)
         if rdv.rank == 0:
-            rdv.open("recover", ("enter",), FAR, reason="a fault")
+            rdv.open("recover", ("enter",), FAR)
             return False, True
         stores[1].silent.set()
         first, end = rdv.recovery_requested(0.0), time.monotonic() + SOON
