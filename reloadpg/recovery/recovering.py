@@ -47,9 +47,6 @@ _LEAST_S = 1.0
 
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-_ASK_S = 0.1
-"""Minimum interval between two requests of ``recovery_requested`` to the store, in seconds."""
-
 
 def recover(
     reason: str | BaseException | None = None,
@@ -110,8 +107,9 @@ def recovery_requested() -> bool:
 
     A group has also failed if its collective was aborted after a timeout or an error (NCCL).
 
-    Local; call it once per step. Polls the store at most once per 100 ms, with a timeout; otherwise
-    returns the cached answer. False while the store does not respond, and without a job.
+    Local; call it once per step. Polls the store at most once per 100 ms, in a job of more than 200
+    ranks less often, with a timeout; otherwise returns the cached answer. False while the store
+    does not respond, and without a job.
     """
     job = jobs.current("recovery_requested")
     if job is None:
@@ -120,7 +118,7 @@ def recovery_requested() -> bool:
         return True
     if backends.aborted_groups():
         return True
-    return not jobs.busy and job.rendezvous.recovery_requested(_ASK_S)
+    return not jobs.busy and job.rendezvous.recovery_requested()
 
 
 def _recover(

@@ -146,17 +146,17 @@ class Rendezvous:
             round_.enter()
         return round_
 
-    def recovery_requested(self, every: float) -> bool:
+    def recovery_requested(self) -> bool:
         """Whether a recovery was requested that this rank has not joined. Local, with a timeout.
 
-        Polls at most once per ``every`` seconds, or per 10 s while the store does not respond;
-        otherwise returns the cached answer.
+        Polls at most once per ``pause_s``, or per 10 s while the store does not respond; otherwise
+        returns the cached answer.
         """
         if not self.alone and time.monotonic() >= self._ask_again:
             pause = _SILENT_S
             with suppress(ReloadpgError):
                 now = self.drive(self.state.read(), Deadline("flag", _BRIEF_S))
-                self._requested, pause = now.recovery, every
+                self._requested, pause = now.recovery, self.pause_s
             self._ask_again = time.monotonic() + pause
         return self._requested >= self.state.next
 

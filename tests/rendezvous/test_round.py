@@ -453,10 +453,10 @@ def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
             rdv.open("recover", ("enter",), FAR)
             return False, True
         stores[1].silent.set()
-        first, end = rdv.recovery_requested(0.0), time.monotonic() + SOON
-        while not rdv.recovery_requested(0.0) and time.monotonic() < end:
+        first, end = rdv.recovery_requested(), time.monotonic() + SOON
+        while not rdv.recovery_requested() and time.monotonic() < end:
             time.sleep(0.01)
-        return first, rdv.recovery_requested(0.0)
+        return first, rdv.recovery_requested()
 
     assert job.run(body) == [(False, True)] * 2
     stores[1].ended.set()
