@@ -244,7 +244,7 @@ class Rendezvous:
         """Report the progress of this rank, and restart the timeout if any rank has progressed."""
         key = f"{self.state.job}/progress"
         total = self.ask(lambda store: store.add(key, news), deadline)
-        moved, self._progress = total - news != self._progress, total
+        moved, self._progress = total != self._progress, total
         if moved:
             deadline.extend()
         return moved
@@ -450,24 +450,22 @@ class Round:
         """Return when all tasks have ended; raise if one of them or another rank fails."""
         rendezvous, deadline = self._rendezvous, self._deadline()
         # Most work ends immediately, without a request to the store.
-        pause, seen = min(0.2, self.seconds), self._advanced
+        pause, told = min(0.2, self.seconds), self._advanced
         while True:
             # The process may have been stopped in this pause: that time does not count.
             with deadline.pause(pause) as seconds:
                 if _all_ended(tasks, seconds, self.interrupted):
                     return
-            pause, before, seen = rendezvous.pause_s, seen, self._advanced
-            if seen != before:
-                deadline.extend()
+            pause, seen = rendezvous.pause_s, self._advanced
             self.check()  # the work may wait for a process that has ended
             if self._ended:
                 raise self._error()
-            if not rendezvous.alone:
-                rendezvous.drive(self._rank.look(), deadline, self)
-                rendezvous.extend(deadline, seen - before)
+            rendezvous.drive(self._rank.look(), deadline, self)
+            rendezvous.extend(deadline, seen - told)
+            told = seen
             deadline.log(doing)
             # Progress since the last look restarts the timeout in the next pass.
-            if deadline.left == 0 and self._advanced == seen:
+            if deadline.left == 0 and self._advanced == told:
                 raise GaveUp(Decision("timeout", rendezvous.rank))
 
     def advance(self) -> None:
