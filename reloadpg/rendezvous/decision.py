@@ -71,7 +71,7 @@ class Decision:
             return DisagreementError(
                 f"{operation}: the ranks do not agree: {self.text}. "
                 f"{without if recovers else 'Nothing was changed on any rank.'} "
-                f"When the ranks agree, {_next_step(operation)}."
+                f"When the ranks agree, call {operation}() again on all ranks."
             )
         if self.kind == "recover":
             unchanged = operation != "recover" and phase == "enter"
@@ -107,11 +107,11 @@ class Decision:
         return text
 
     def _remedy(self, operation: str) -> str:
-        if self.dead:
+        if self.dead or operation == "exit":  # of a scope, which aborts its groups when it raises
             return "Restart the job."
         name, late = operation.split()[0], self.kind == "timeout"
         cause = "Find out why they are delayed" if late else f"Remove the cause on rank {self.rank}"
-        text = f"{cause}, then {_next_step(operation)}"
+        text = f"{cause}, then call {name}() again on all ranks"
         if self.missing:
             text += f"; if {named_ranks(self.missing)} ended, restart the job"
         if late and name in TIMEOUT_SETTING:
@@ -173,9 +173,3 @@ def store_lost(wait: Deadline, cause: Exception) -> ReloadpgError:
         f"{wait.operation}, phase {wait.phase!r}: the rendezvous store is lost: {cause}. "
         f"{_STORE_ENDED}. Restart the job."
     )
-
-
-def _next_step(operation: str) -> str:
-    if operation == "exit":  # of a scope, which aborts this rank's groups when it raises
-        return "restart the job: its process groups are aborted"
-    return f"call {operation.split()[0]}() again on all ranks"

@@ -307,7 +307,7 @@ FAILED = Decision("failed", 1, text="broken")
         (TIMEOUT, "reload", "raise install(timeout=...)"),
         (TIMEOUT, "barrier 'the data'", "call barrier() again on all ranks"),
         (FAILED, "reload", "call reload() again on all ranks"),
-        (FAILED, "exit", "restart the job: its process groups are aborted"),
+        (FAILED, "exit", "broken\nSee reloadpg.status(). Restart the job."),
     ],
 )
 def test_an_error_names_ranks_and_the_next_call(
