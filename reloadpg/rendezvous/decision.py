@@ -74,11 +74,9 @@ class Decision:
                 f"When the ranks agree, call {operation}() again on all ranks."
             )
         if self.kind == "recover":
-            unchanged = operation != "recover" and phase == "enter"
-            state = "Nothing was changed by this call" if unchanged else "See reloadpg.status()"
             text = (
-                f"rank {self.rank} has called recover(): {self.text.rstrip('.')}. {state}; "
-                "call reloadpg.recovery.recover() on this rank too."
+                f"rank {self.rank} has called recover(): {self.text.rstrip('.')}. See "
+                "reloadpg.status(); call reloadpg.recovery.recover() on this rank too."
             )
             return PeerFailedError(f"{operation}: {text}", rank=self.rank, phase=phase)
         if self.kind == "failed":
