@@ -196,6 +196,27 @@ def test_backends_are_as_requested(explained):
     ]
 
 
+SPLITS = """
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+parent = dist.new_group([1, 2, 3])
+part = dist.split_group(parent, [[2, 0], [1]], group_desc="part")
+assert dist.get_process_group_ranks(part) == [1, 3], part
+assert dist.split_group(split_ranks=[[0, 1]], group_desc="of others") is None
+"""
+
+
+@pytest.mark.matrix
+def test_the_parts_of_a_split_are_explained(explained):
+    """Their ranks are those in the parent. Torch splits no group without a device."""
+    code, found = explained(SPLITS, "--world-size", "4", "--rank", "3")
+    assert (code, found["error"]) == (0, "")
+    group = found["groups"][2]
+    assert [len(found["groups"]), group["desc"], group["ranks"]] == [3, "part", [1, 3]]
+    assert (group["backend"], group["reloadable"]) == ("nccl", True)
+
+
 TRAINS = """
 import torch
 import torch.distributed as dist
