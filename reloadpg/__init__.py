@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .groups.region import region as region
     from .groups.register_group import register_group as register_group
     from .lifecycle.block import offloaded as offloaded
-    from .lifecycle.block import swapped as swapped
     from .lifecycle.callbacks import on_offload as on_offload
     from .lifecycle.callbacks import on_reload as on_reload
     from .lifecycle.callbacks import on_report as on_report
@@ -56,7 +55,7 @@ _HOMES = {
     "groups.register_group": "register_group",
     "groups.proxy": "ReloadableProcessGroup",
     "groups.region": "region",
-    "lifecycle.block": "offloaded swapped",
+    "lifecycle.block": "offloaded",
     "lifecycle.callbacks": "on_offload on_reload on_report",
     "lifecycle.install": "install is_installed uninstall",
     "lifecycle.offload": "offload",

@@ -4,7 +4,7 @@ With TRL's own vLLM in the trainer's processes (``use_vllm=True``, ``vllm_mode="
 
     reloadpg.install(sets={"engine": "vllm.*"})
     trainer = GRPOTrainer(...)
-    offloaded_generation(trainer, block=reloadpg.swapped(out="trainer", into="engine"))
+    offloaded_generation(trainer, block=colocated(engine_groups="engine"))
 
 A program's ``rollout_func`` calls its engine within :class:`reloadpg.offloaded`.
 
@@ -42,7 +42,7 @@ def offloaded_generation(
         block: the context manager around a generation; by default a :class:`reloadpg.offloaded`.
             With tensor parallelism the engine's groups must be live: install with
             ``sets={"engine": "vllm.*"}`` and pass
-            ``reloadpg.swapped(out="trainer", into="engine")``.
+            ``reloadpg.integrations.colocated(engine_groups="engine")``.
 
     Returns:
         A handle, to undo it.

@@ -1,14 +1,12 @@
-"""Blocks of code during which groups are offloaded: ``offloaded()``, ``swapped()``."""
+"""Blocks of code during which groups are offloaded."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 from contextlib import ContextDecorator
 from functools import partial
 
-from ..errors import InvalidOptionError
 from ..groups.registry import registry
 from ..groups.sets import SetState, named_sets
 from ..reports import Report
@@ -63,74 +61,6 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         self._blocks.pop().leave(error, self._connect)
-
-
-class swapped(ContextDecorator):  # noqa: N801 - used like a function
-    """Offload one set and reload another one for a block of code, and swap back afterwards.
-
-    ::
-
-        with reloadpg.swapped(out="trainer", into="engine"):
-            samples = llm.generate(prompts)
-
-    Collective over all ranks of the job, and blocking, like :func:`offload` and :func:`reload`.
-    ``out`` is released on all ranks before ``into`` is reloaded, and vice versa at the end. Sets
-    already in the wanted state are unchanged; both may be live before the first block. After the
-    block, ``into`` is offloaded and ``out`` is live, also if the body raised. If swapping back then
-    fails, that error is logged and the body's exception is raised. If ``into`` cannot be reloaded,
-    ``out`` is reloaded and the body does not run. ``with reloadpg.swapped(...) as reports`` returns
-    the reports of the first offload and reload. Blocks nest, are counted and decorate as those of
-    :class:`offloaded` do: the last one to leave swaps back.
-
-    Args:
-        out: the set, or the sets, to offload.
-        into: the set, or the sets, that are live in the block.
-        connect: as for :func:`reload`; for both reloads.
-
-    Raises:
-        InvalidOptionError: an argument cannot be used, or a set is in both; nothing was changed.
-    """
-
-    def __init__(
-        self,
-        *,
-        out: Iterable[str] | str,
-        into: Iterable[str] | str,
-        connect: Connect | None = None,
-    ) -> None:
-        self._out, self._into = (named_sets(sets, "swapped") for sets in (out, into))
-        if not self._out or not self._into or self._out & self._into:  # none chooses all sets
-            raise InvalidOptionError(
-                f"swapped(out={out!r}, into={into!r}): the sets must differ; nothing was "
-                'changed. Pass for example out="trainer", into="engine".'
-            )
-        validate(connect)
-        self._connect = connect
-        self._blocks: list[Block] = []
-
-    def __enter__(self) -> tuple[Report, Report]:
-        block = Block(self._out)
-        offload = block.enter(self._connect)
-        try:
-            reload = run(Operation("reload", self._into), partial(restore, how=self._connect))
-        except BaseException as error:
-            block.leave(error, self._connect)
-            raise
-        self._blocks.append(block)
-        return offload, reload
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        block = self._blocks.pop()
-        try:
-            if block.due and not block.is_void:
-                run(Operation("offload", self._into), release)
-        except BaseException as failed:
-            block.leave(error or failed, self._connect)
-            if error is None:
-                raise
-            logger.error("offload at the end of the swapped block failed: %s", failed)
-        else:
-            block.leave(error, self._connect)
 
 
 class Block:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -42,7 +42,18 @@ def install(case):
     if case == "alone":
         return reloadpg.offloaded, nullcontext()
     region = reloadpg.region("engine") if case == "region" else nullcontext()
-    return lambda: reloadpg.swapped(out="trainer", into="engine"), region
+    return engine_live, region
+
+
+@contextmanager
+def engine_live():
+    """The engine's groups are live, and the trainer's offloaded."""
+    with reloadpg.offloaded("trainer"):
+        try:
+            reloadpg.reload("engine")
+            yield
+        finally:
+            reloadpg.offload("engine")
 
 
 def engine_of(folder, size):

@@ -33,6 +33,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.model_executor.layers import utils
 
 import reloadpg
+from reloadpg.integrations import colocated
 from reloadpg.integrations.trl import offloaded_generation
 
 STEPS = 3
@@ -96,7 +97,7 @@ def main(folder, case, parallel):
         generation._llm_weights_sleeping = True
     noted(generation.llm, calls)
     if case != "plain":
-        block = reloadpg.swapped(out="trainer", into="engine")
+        block = colocated(engine_groups="engine")
         handle = offloaded_generation(trainer, block=block)
     trainer.train()
     names = ("loss", "reward", "grad_norm", "entropy")

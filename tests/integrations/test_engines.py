@@ -83,7 +83,7 @@ def test_the_engine_of_trl_generates_with_the_trainers_groups_offloaded(
     llm = Llm(engine_group)
     generation = Generation(llm, sleeps=case != "awake", peft=case == "peft")
     trainer = SimpleNamespace(vllm_generation=generation)
-    handle = offloaded_generation(trainer, block=reloadpg.swapped(out="trainer", into="engine"))
+    handle = offloaded_generation(trainer, block=colocated(engine_groups="engine"))
     if case in ("sleeps", "awake", "peft"):
         assert [generation.generate() for _ in range(2)] == [(3.0, rank)] * 2
         assert handle.cycles == 2

@@ -153,25 +153,16 @@ def test_the_exception_of_the_body_is_raised_even_if_the_reload_fails(rank):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("opens", ["offloaded", "swapped"])
-def test_the_last_of_several_tasks_reloads(rank, opens):
+def test_the_last_of_several_tasks_reloads(rank):
     """Blocks of a set are counted, whoever opened them, and in whichever order they end."""
-    start(sets="engine")
-    blocks = {
-        "offloaded": lambda: reloadpg.offloaded("trainer"),
-        "swapped": lambda: reloadpg.swapped(out="trainer", into="engine"),
-    }
+    start()
     seen = []
 
-    def note():
-        sets = reloadpg.status().sets
-        seen.append((sets["trainer"].state, opens == "offloaded" or sets["engine"].state))
-
     async def work(entered, may_leave):
-        with blocks[opens]():
+        with reloadpg.offloaded("trainer"):
             entered.set()
             await may_leave.wait()
-        note()
+        seen.append(_state())
 
     async def both():
         events = [asyncio.Event() for _ in range(4)]
@@ -184,12 +175,8 @@ def test_the_last_of_several_tasks_reloads(rank, opens):
         events[3].set()
         await second
 
-    with reloadpg.region("engine"):
-        dist.new_group([0, 1])
     asyncio.run(both())
-    within = True if opens == "offloaded" else "live"
-    after = True if opens == "offloaded" else "offloaded"
-    assert seen == [("offloaded", within), ("live", after)]
+    assert seen == ["offloaded", "live"]
     assert summed(None, rank) == 3
 
 
@@ -214,28 +201,21 @@ def _enter_and_leave(block):
     block.__exit__(None, None, None)
 
 
-DECORATORS = {
-    "offloaded": reloadpg.offloaded,
-    "swapped": lambda: reloadpg.swapped(out="trainer", into="engine"),
-}
-
-
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", DECORATORS)
-def test_a_decorated_function_runs_in_the_block(rank, kind):
+def test_a_decorated_function_runs_in_the_block(rank):
     """Each call is a separate block, also if it calls itself."""
-    start(sets="engine")
+    start()
 
-    @DECORATORS[kind]()
+    @reloadpg.offloaded()
     def generate(depth):
         """Of the function."""
-        within = [reloadpg.status().sets["trainer"].state]
+        within = [_state()]
         return within + (generate(depth - 1) if depth else [])
 
     assert generate.__doc__ == "Of the function."
     for _ in range(2):
         assert generate(2) == ["offloaded"] * 3
-        assert reloadpg.status().sets["trainer"].state == "live"
+        assert _state() == "live"
     assert summed(None, rank) == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -85,7 +86,7 @@ def test_all_sets_by_name_are_those_of_a_call_without_names(rank):
 
 @pytest.mark.ranks(2)
 def test_blocks_of_sets_nest(rank):
-    """The outermost block of a set reloads it. After a swap its first set is live."""
+    """The outermost block of a set reloads it."""
     world, _, engine = groups_of_two_sets()
 
     def usable():
@@ -102,33 +103,56 @@ def test_blocks_of_sets_nest(rank):
             pass
         assert usable() == (False, True)
     assert usable() == (True, True)
-    swap = reloadpg.swapped(out="trainer", into="engine")
-    with swap as (out, into):
-        assert usable() == (False, True)
-    assert (out.operation, out.sets, len(out.groups)) == ("offload", "trainer", 2)
-    assert (into.operation, into.sets, into.changed) == ("reload", "engine", False)
-    assert usable() == (True, False)
-    with pytest.raises(ZeroDivisionError), swap:
-        assert usable() == (False, True)
-        raise ZeroDivisionError
-    assert usable() == (True, False)
-    remove = reloadpg.on_reload(lambda: 1 / 0, before=True, sets="engine")
-    with pytest.raises(reloadpg.ReloadpgError), swap:
-        pytest.fail("the body runs, though the engine could not be reloaded")
-    assert usable() == (True, False)
-    remove()
-    remove = reloadpg.on_offload(lambda: 1 / 0, sets="engine")
-    for error in (None, KeyError("body")):  # the engine stays live, as nothing was changed
-        with pytest.raises(KeyError if error else reloadpg.ReloadpgError), swap:
-            if error:
-                raise error
-        assert usable() == (True, True)
-    remove()
     with reloadpg.offloaded("trainer"):
         with reloadpg.offloaded("engine"):
             pass
         assert usable() == (False, True)
     assert usable() == (True, True)
+
+
+@contextmanager
+def engine_live():
+    """The engine's set is live in the block, and the trainer's offloaded: docs/colocated-rl.md."""
+    with reloadpg.offloaded("trainer"):
+        try:
+            report = reloadpg.reload("engine")
+            yield report
+        finally:
+            reloadpg.offload("engine")
+
+
+@pytest.mark.ranks(2)
+def test_one_set_is_live_while_the_other_is_offloaded(rank):
+    """Afterwards the trainer's set is live, whatever has failed.
+
+    The engine's set is offloaded, unless its offload has failed.
+    """
+    world, _, engine = groups_of_two_sets()
+
+    def usable():
+        return works(world, rank), works(engine, rank)
+
+    with engine_live() as report:
+        assert usable() == (False, True)
+    assert (report.sets, report.changed) == ("engine", False)
+    assert usable() == (True, False)
+    with pytest.raises(ZeroDivisionError), engine_live():
+        assert usable() == (False, True)
+        raise ZeroDivisionError
+    assert usable() == (True, False)
+    for before in (True, False):
+        fails = before or rank == 1  # a callback after the reload fails on its rank alone
+        remove = reloadpg.on_reload(lambda good=not fails: 1 / good, before=before, sets="engine")
+        with pytest.raises(reloadpg.ReloadpgError) if fails else nullcontext(), engine_live():
+            assert not fails
+            assert states()["engine"] == "live"
+        assert usable() == (True, False)
+        remove()
+    remove = reloadpg.on_offload(lambda: 1 / 0, sets="engine")
+    with pytest.raises(reloadpg.ReloadpgError), engine_live():
+        pass
+    assert usable() == (True, True)  # the failed offload has changed nothing
+    remove()
 
 
 @pytest.mark.ranks(3)
@@ -144,7 +168,7 @@ def test_ranks_without_a_group_of_a_set_take_part(rank):
         reloadpg.on_reload(lambda name=name: called.append(f"reload {name}"), sets=[name])
     reloadpg.on_offload(lambda: called.append("offload any"))
     for _ in range(2):
-        with reloadpg.swapped(out="trainer", into="engine"):
+        with engine_live():
             assert rank == 2 or works(engine, rank)
     pending = reloadpg.reload("engine", wait=False)
     assert summed(dist.group.WORLD, rank) == 6.0
@@ -216,9 +240,6 @@ def test_ranks_must_agree_on_the_sets(rank):
     [
         lambda: reloadpg.reload(None),
         lambda: reloadpg.offloaded(3),
-        lambda: reloadpg.swapped(out="trainer", into="trainer"),
-        lambda: reloadpg.swapped(out="trainer", into=[]),
-        lambda: reloadpg.swapped(out=3, into="engine"),
     ],
 )
 def test_an_invalid_name_of_a_set_is_refused(call):
@@ -230,11 +251,7 @@ def test_an_invalid_name_of_a_set_is_refused(call):
 def test_an_undeclared_set_is_refused(rank):
     """By each operation, block and region, on the rank that names it; nothing is changed."""
     trainer, _, engine = groups_of_two_sets()
-    blocks = (
-        reloadpg.offloaded("engin"),
-        reloadpg.swapped(out="engin", into="engine"),
-        reloadpg.region("engin"),
-    )
+    blocks = (reloadpg.offloaded("engin"), reloadpg.region("engin"))
     for call in (
         lambda: reloadpg.offload("engin"),
         lambda: reloadpg.reload("engin", wait=False),
