@@ -40,7 +40,6 @@ VARIABLES = frozenset(
         "RELOADPG_BACKENDS",
         "RELOADPG_EXCLUDE",
         GRACE,
-        "RELOADPG_LOG_LEVEL",
         LOG_WAIT,
         NCCL,
         "RELOADPG_RANK_LOADING",

@@ -24,7 +24,7 @@ from ..texts import counted, is_first_of_host, warn
 from .callbacks import callbacks, is_new
 from .job import jobs
 from .status import not_reloadable
-from .variables import STRATEGIES, install_options, set_log_level
+from .variables import STRATEGIES, install_options
 
 logger = logging.getLogger("reloadpg")
 
@@ -75,7 +75,7 @@ def install(
 
     An option that is None is read from ``RELOADPG_BACKENDS``, ``RELOADPG_EXCLUDE``,
     ``RELOADPG_STRATEGY`` or ``RELOADPG_TIMEOUT_S`` if that variable is set; otherwise it has the
-    default below. ``RELOADPG_LOG_LEVEL`` sets the level of the logger ``reloadpg``.
+    default below.
 
     With ``RELOADPG=off`` in the environment it changes nothing and logs one line. All operations
     then return at once, as without a default group; :func:`register_group` returns the plain group.
@@ -177,7 +177,6 @@ def _options(given: Mapping[str, Any]) -> Options:
 
 def _put_in_place(options: Options) -> Installation:
     refuse_unknown_variables(os.environ, "install")
-    set_log_level(os.environ)
     if registry.off:
         if IS_OFF not in registry.warned and is_first_of_host():
             registry.warned.add(IS_OFF)

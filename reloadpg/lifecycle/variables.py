@@ -6,7 +6,6 @@
 ``RELOADPG_EXCLUDE``        ``exclude``: patterns separated by commas
 ``RELOADPG_STRATEGY``       ``strategy``
 ``RELOADPG_TIMEOUT_S``      ``timeout``, in seconds
-``RELOADPG_LOG_LEVEL``      level of the logger ``reloadpg``: a name or a number
 ``RELOADPG_GRACE_S``        seconds within which ranks must respond after a failure; a rank that
                             responds later is named as missing. Default: 1.5
 ``RELOADPG_LOG_WAIT_S``     seconds after which a wait for other ranks is logged. Default: 10
@@ -17,7 +16,6 @@ An empty variable counts as unset.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -29,7 +27,6 @@ BACKENDS = "RELOADPG_BACKENDS"
 EXCLUDE = "RELOADPG_EXCLUDE"
 STRATEGY = "RELOADPG_STRATEGY"
 TIMEOUT = "RELOADPG_TIMEOUT_S"
-LOG_LEVEL = "RELOADPG_LOG_LEVEL"
 
 STRATEGIES = ("recreate", "suspend")
 """Values of ``install(strategy=...)``."""
@@ -65,22 +62,6 @@ def install_options(environ: Mapping[str, str]) -> dict[str, Any]:
             if name == TIMEOUT:  # the others are read when they are needed
                 options["timeout"] = seconds
     return options
-
-
-def set_log_level(environ: Mapping[str, str]) -> None:
-    """Set the level of the logger ``reloadpg`` from the environment, if set. Local, idempotent.
-
-    Raises:
-        InvalidOptionError: the level is unknown to logging; the message names the variable.
-    """
-    level = _read(environ, LOG_LEVEL)
-    try:
-        if level:
-            number = int(level) if level.isdecimal() else level.upper()
-            logging.getLogger("reloadpg").setLevel(number)
-    except ValueError:
-        use = "DEBUG, INFO, WARNING, ERROR, CRITICAL or a number"
-        raise _invalid(LOG_LEVEL, level, "is not a level of logging", use) from None
 
 
 def _invalid(variable: str, text: str, wrong: str, use: str) -> InvalidOptionError:

@@ -5,6 +5,7 @@ It offloads and reloads twice, and then fails an offload on all ranks and reload
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -106,3 +107,24 @@ def test_a_job_is_observed_on_each_rank(rank: int, tmp_path: Path) -> None:
         check(job)
     reloadpg.environment.barrier("all have written")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-0.json", "rank-1.json"]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("level", ["", "DEBUG", "ERROR"])
+def test_records_are_printed_until_the_program_configures_logging(level: str) -> None:
+    """From warnings on, or from the level of the logger ``reloadpg``."""
+    if level:
+        logging.getLogger("reloadpg").setLevel(level)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        reloadpg.install()
+        logging.getLogger("reloadpg.part").debug("a detail")
+        logging.getLogger("reloadpg").warning("a problem")
+        logging.getLogger("reloadpg").error("an error")
+        logging.getLogger().addHandler(logging.StreamHandler(io.StringIO()))
+        logging.getLogger("reloadpg").error("printed by the program")
+    lines = ["DEBUG reloadpg.part [rank 0]: a detail", "WARNING reloadpg [rank 0]: a problem"]
+    least = {"": 1, "DEBUG": 0, "ERROR": 2}[level]
+    assert printed.getvalue().splitlines() == [
+        *lines[least:],
+        "ERROR reloadpg [rank 0]: an error",
+    ]
