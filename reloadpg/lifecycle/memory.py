@@ -24,7 +24,6 @@ from ..c10d import devices
 logger = logging.getLogger("reloadpg")
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_LARGE_CACHE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -73,23 +72,6 @@ def free_bytes() -> tuple[int, str] | None:
         if free is not None:
             return free, name
     return None
-
-
-def warnings(released: bool) -> list[str]:
-    """Warn of memory that is in use unnecessarily, if the communicators are ``released``."""
-    runtime = devices.runtime()
-    if not released or not hasattr(runtime, "memory_reserved"):
-        return []
-    cached = sum(
-        cast(Any, runtime).memory_reserved(index) - cast(Any, runtime).memory_allocated(index)
-        for index in devices.of_rank()
-    )
-    if cached < _LARGE_CACHE:
-        return []
-    return [
-        f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
-        "torch.cuda.empty_cache() returns it to the device"
-    ]
 
 
 def _device_used() -> int | None:

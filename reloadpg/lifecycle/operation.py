@@ -594,7 +594,7 @@ class Operation:
 
     def _report(self, job: Job) -> Report:
         unfinished = [str(entry) for entry in job.unfinished if entry.runs()]
-        warnings = [*self.warnings, *memory.warnings(job.offloaded)]
+        warnings = list(self.warnings)
         if self.name == "offload":
             warnings += not_reloadable()
             if registry.options is not None and not registry.managed():

@@ -17,20 +17,10 @@ GIB = 1 << 30
 
 
 class FakeRuntime(types.ModuleType):
-    """A device of 80 GiB, 50 of them free; torch's allocator has reserved 12 and uses 10."""
-
-    def __init__(self):
-        super().__init__("torch.cuda")
-        self.reserved = 12 * GIB
+    """A device of 80 GiB, 50 of them free."""
 
     def mem_get_info(self):
         return 50 * GIB, 80 * GIB
-
-    def memory_reserved(self, index):
-        return self.reserved
-
-    def memory_allocated(self, index):
-        return 10 * GIB
 
     def device(self, index):
         return nullcontext()
@@ -38,7 +28,7 @@ class FakeRuntime(types.ModuleType):
 
 @pytest.fixture
 def runtime(monkeypatch):
-    fake = FakeRuntime()
+    fake = FakeRuntime("torch.cuda")
     monkeypatch.setattr(devices, "runtime", lambda: fake)
     monkeypatch.setattr(devices, "of_rank", lambda: (0,))
     return fake
@@ -76,16 +66,6 @@ def test_an_added_source_without_a_value_is_omitted(added):
     added("other", memory.Source(lambda: 7, lambda: 9))
     assert memory.in_use()["other"] == 7
     assert memory.free_bytes() == (9, "other")
-
-
-def test_unused_memory_in_the_allocators_cache_is_a_warning(runtime, added):
-    """It warns of 2 GiB while the groups are offloaded, but not of 1 MiB."""
-    (text,) = memory.warnings(released=True)
-    assert "2048 MiB" in text
-    assert "empty_cache" in text
-    assert memory.warnings(released=False) == []
-    runtime.reserved = 10 * GIB + (1 << 20)
-    assert memory.warnings(released=True) == []
 
 
 REPORT = Report(
