@@ -14,8 +14,9 @@ only with a note in the changelog.
   ``Connect``.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
 * Memory: :func:`add_source`.
-* State: :class:`Installation`, :func:`reload_world`, :func:`running`, :func:`is_inherited`;
-  :class:`LibraryThread`, a thread that ends before the interpreter does.
+* State: :class:`Installation`; ``registry``, whose options :func:`manage_world` reads;
+  :func:`running`, :func:`is_inherited`; :class:`LibraryThread`, a thread that ends before the
+  interpreter does.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from __future__ import annotations
 from .groups.managed import ManagedGroup as ManagedGroup
 from .groups.offloaded import GroupState as GroupState
 from .groups.proxy import managed as managed
-from .groups.registry import registry
+from .groups.registry import registry as registry
 from .groups.sets import TRAINER as TRAINER
 from .groups.sets import check_name as check_name
 from .groups.sets import concerns as concerns
 from .groups.sets import named_sets as named_sets
+from .groups.wrappers import manage_world as manage_world
 from .groups.wrappers import new_plain_group as new_plain_group
 from .lifecycle.block import Block as Block
 from .lifecycle.callbacks import Callback as Callback
@@ -37,7 +39,6 @@ from .lifecycle.connect import Connect as Connect
 from .lifecycle.connect import check_group as check_group
 from .lifecycle.connect import validate as validate
 from .lifecycle.install import Installation as Installation
-from .lifecycle.install import reload_world as reload_world
 from .lifecycle.job import jobs
 from .lifecycle.memory import add_source as add_source
 from .lifecycle.offload import release as release
@@ -75,13 +76,14 @@ __all__ = [
     "concerns",
     "declared_sets",
     "is_inherited",
+    "manage_world",
     "managed",
     "managed_groups",
     "named_sets",
     "new_plain_group",
     "register",
+    "registry",
     "release",
-    "reload_world",
     "restore",
     "run",
     "running",

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,10 +44,11 @@ from ..extend import (
     Connect,
     GroupState,
     callbacks,
+    manage_world,
     managed,
     managed_groups,
     new_plain_group,
-    reload_world,
+    registry,
 )
 from ..reports import Report
 from ..settings import as_timedelta
@@ -120,12 +122,27 @@ def register_default_process_group(timeout: timedelta | float) -> None:
             "changed. Call it after init_process_group()."
         )
     timeout = as_timedelta(timeout, "timeout", "nothing was changed")
-    if not reload_world():
+    if not _select_world():
         _registered[os.getpid()] = timeout
         return
     world = managed(tables.world())
     if world is not None:
         world.set_timeout(timeout, kept=False)
+
+
+def _select_world() -> bool:
+    """Make the default group reloadable, also if it is created again. Local; idempotent.
+
+    Returns:
+        Whether reloadpg is installed; otherwise nothing was changed.
+    """
+    with registry.lock:
+        options = registry.options
+        if options is None:
+            return False
+        registry.options = replace(options, selection=replace(options.selection, world=True))
+        manage_world(None)
+        return True
 
 
 def destroy_process_groups() -> Report | None:

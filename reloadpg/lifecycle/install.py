@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -213,23 +212,6 @@ def _put_in_place(options: Options) -> Installation:
             registry.options = registry.patches = None
             raise
         return Installation(options, owner=True)
-
-
-def reload_world() -> bool:
-    """Make the default group reloadable that ``install(world=False)`` leaves as it is.
-
-    Local; idempotent. Call it on all ranks.
-
-    Returns:
-        Whether reloadpg is installed; otherwise nothing was changed.
-    """
-    with registry.lock:
-        options = registry.options
-        if options is None:
-            return False
-        registry.options = replace(options, selection=replace(options.selection, world=True))
-        manage_world(None)
-        return True
 
 
 def _differences(given: Options, in_place: Options) -> str:
