@@ -100,26 +100,25 @@ def borrowed(rank: int, size: int, backend: str) -> dict[str, str]:
     device = device_of(rank, backend)
     seen = {}
     for policy in ("refuse", "warn", "ignore"):
-        with reloadpg.install(min_size=1, timeout=timedelta(seconds=60), borrowed=policy):
-            dist.init_process_group(backend, timeout=TIMEOUT)
-            groups = groups_of(size)
-            reference = sums(groups, device, 1)
-            groups[-1]._get_backend(device)._comm_ptr()
-            try:
-                report = reloadpg.offload()
-            except reloadpg.errors.BorrowedError:
-                seen[policy] = "refused, nothing was changed"
-            else:
-                name = groups[-1].group_name
-                done = next(one.strategy for one in report.groups if one.name == name)
-                warned = any(
-                    "communicator" in text and "pointer" in text for text in report.warnings
-                )
-                reloadpg.reload()
-                seen[policy] = done + ", with a warning" * warned
-            same = all(
-                torch.equal(a, b) for a, b in zip(reference, sums(groups, device, 1), strict=True)
-            )
-            seen[policy] += "" if same else ", BUT THE SUMS DIFFER"
-            dist.destroy_process_group()
+        reloadpg.install(min_size=1, timeout=timedelta(seconds=60), borrowed=policy)
+        dist.init_process_group(backend, timeout=TIMEOUT)
+        groups = groups_of(size)
+        reference = sums(groups, device, 1)
+        groups[-1]._get_backend(device)._comm_ptr()
+        try:
+            report = reloadpg.offload()
+        except reloadpg.errors.BorrowedError:
+            seen[policy] = "refused, nothing was changed"
+        else:
+            name = groups[-1].group_name
+            done = next(one.strategy for one in report.groups if one.name == name)
+            warned = any("communicator" in text and "pointer" in text for text in report.warnings)
+            reloadpg.reload()
+            seen[policy] = done + ", with a warning" * warned
+        same = all(
+            torch.equal(a, b) for a, b in zip(reference, sums(groups, device, 1), strict=True)
+        )
+        seen[policy] += "" if same else ", BUT THE SUMS DIFFER"
+        dist.destroy_process_group()
+        reloadpg.uninstall()
     return seen

@@ -6,10 +6,14 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import reloadpg
 
 
 def command_line(description: str | None, *, check: bool = True) -> argparse.ArgumentParser:
@@ -26,6 +30,16 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Write the figures, if a path was given."""
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@contextmanager
+def installed(**options: Any) -> Iterator[None]:
+    """Install reloadpg for a block of code."""
+    reloadpg.install(**options)
+    try:
+        yield
+    finally:
+        reloadpg.uninstall()
 
 
 def machine() -> dict[str, Any]:

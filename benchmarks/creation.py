@@ -31,10 +31,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _output import command_line, machine, write_json
+from _output import command_line, installed, machine, write_json
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import reloadpg
 from reloadpg.texts import table
 
 JOB_SIZES = (64, 16384)
@@ -59,7 +58,7 @@ def rank_lists(ranks: int) -> list[list[int]]:
 @contextmanager
 def creating(kind: str) -> Iterator[Callable[[list[int]], Any]]:
     """Yield the function that creates a group, in a process prepared for it."""
-    with reloadpg.install(backends={"fake"}) if kind == "reloadable" else nullcontext():
+    with installed(backends={"fake"}) if kind == "reloadable" else nullcontext():
         original, calls = dist.new_group, []
 
         def recorded(*args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _output import command_line, machine, write_json
+from _output import command_line, installed, machine, write_json
 from reload import JOB_SIZES, by_job_size, resident_mb
 
 import reloadpg
@@ -69,7 +69,7 @@ def rank_of_job(
         for step, seconds in SECONDS.items():
             simulated.inject(simulated.Fault(step, "stall", seconds=seconds, times=None))  # type: ignore[arg-type]
     ours = way == "reloadable"
-    with reloadpg.install(backends={backend}, world=False) if ours else nullcontext():
+    with installed(backends={backend}, world=False) if ours else nullcontext():
         dist.init_process_group(backend)
         rows = [_cycles(way, count, cycles) for count in counts]
         dist.destroy_process_group()

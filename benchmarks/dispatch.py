@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _output import command_line, machine, write_json
+from _output import command_line, installed, machine, write_json
 from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -262,7 +262,7 @@ def initialised(*, wrapped: bool | None) -> Iterator[None]:
         finally:
             dist.destroy_process_group()
         return
-    with reloadpg.install(backends={"fake"}, world=wrapped), initialised(wrapped=None):
+    with installed(backends={"fake"}, world=wrapped), initialised(wrapped=None):
         is_proxy = isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup)
         if is_proxy is not wrapped:
             raise RuntimeError(f"WORLD wrapped is {is_proxy}, not {wrapped} as asked for")
@@ -275,7 +275,7 @@ def measure_subgroup(todo: Sequence[Case], rounds: int, calls: int) -> list[Row]
     rows = [Row(case, "subgroup") for case in todo]
     with initialised(wrapped=None):
         native = dist.new_group(ranks)
-        with reloadpg.install(backends={"fake"}, world=False):
+        with installed(backends={"fake"}, world=False):
             proxy = dist.new_group(ranks)
             if type(native) is not dist.ProcessGroup or not isinstance(
                 proxy, reloadpg.ReloadableProcessGroup

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _output import command_line, machine, write_json
+from _output import command_line, installed, machine, write_json
 
 import reloadpg
 from reloadpg.testing import run_ranks, standins
@@ -50,7 +50,7 @@ def rank_of_job(
     torch.cuda.set_device(rank)
     for call in SLOW if rank == 0 and call_ms else ():
         standins.inject(standins.Fault("delay", call, seconds=call_ms / 1e3))  # type: ignore[arg-type]
-    with reloadpg.install(exclude=[BY_HAND], world=False):
+    with installed(exclude=[BY_HAND], world=False):
         dist.init_process_group("nccl")
         everyone = list(range(size))
 

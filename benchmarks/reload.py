@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _megatron import rank_lists
-from _output import command_line, machine, write_json
+from _output import command_line, installed, machine, write_json
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
@@ -133,7 +133,7 @@ def torch_alone(groups: int, cycles: int) -> dict[str, float]:
 
 def gloo_rank(rank: int, world_size: int, wrapped: bool, counts: list[int], cycles: int) -> Any:
     gc.disable()
-    with reloadpg.install(backends={"gloo"}) if wrapped else nullcontext():
+    with installed(backends={"gloo"}) if wrapped else nullcontext():
         dist.init_process_group("gloo")
         rows = [(cycles_of if wrapped else torch_alone)(count, cycles) for count in counts]
         dist.destroy_process_group()
@@ -152,7 +152,7 @@ def by_groups_gloo(counts: Sequence[int], cycles: int) -> list[dict[str, Any]]:
 def by_groups_fake(counts: Sequence[int], cycles: int) -> list[dict[str, Any]]:
     rows = []
     for count in counts:
-        with reloadpg.install(backends={"fake"}), fake_job(8):
+        with installed(backends={"fake"}), fake_job(8):
             row = cycles_of(count, cycles)
         with fake_job(8):
             rows.append({"backend": "fake", **row, **torch_alone(count, cycles)})
@@ -178,7 +178,7 @@ def job_of(world_size: int, cycles: int) -> dict[str, Any]:
 
 def _members_only(world_size: int, rank: int, cycles: int, *, wide: bool) -> dict[str, Any]:
     gc.collect()
-    with reloadpg.install(backends={"fake"}), fake_job(world_size, rank):
+    with installed(backends={"fake"}), fake_job(world_size, rank):
         before = resident_mb()
         made = [dist.new_group(ranks) for ranks in job_groups(world_size, wide=wide)]
         mine = [group for group in made if isinstance(group, reloadpg.ReloadableProcessGroup)]

@@ -14,9 +14,8 @@ only with a note in the changelog.
   ``Connect``.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
 * Memory: :func:`add_source`.
-* State: :class:`Installation`; ``registry``, whose options :func:`manage_world` reads;
-  :func:`running`, :func:`is_inherited`; :class:`LibraryThread`, a thread that ends before the
-  interpreter does.
+* State: ``registry``, whose options :func:`manage_world` reads; :func:`running`,
+  :func:`is_inherited`; :class:`LibraryThread`, a thread that ends before the interpreter does.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from .lifecycle.callbacks import register as register
 from .lifecycle.connect import Connect as Connect
 from .lifecycle.connect import check_group as check_group
 from .lifecycle.connect import validate as validate
-from .lifecycle.install import Installation as Installation
 from .lifecycle.job import jobs
 from .lifecycle.memory import add_source as add_source
 from .lifecycle.offload import release as release
@@ -64,7 +62,6 @@ __all__ = [
     "Callback",
     "Connect",
     "GroupState",
-    "Installation",
     "LibraryThread",
     "ManagedGroup",
     "Operation",

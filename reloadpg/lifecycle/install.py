@@ -35,24 +35,6 @@ _DEFAULTS = {"strategy": "recreate", "timeout": timedelta(minutes=5), "exclude":
 """Options of ``install`` where neither it nor the environment gives one."""
 
 
-class Installation:
-    """Handle of an installation; as a context manager it uninstalls at the end.
-
-    A second ``install`` with equal options returns a handle that does not uninstall.
-    """
-
-    def __init__(self, options: Options, *, owner: bool) -> None:
-        self.options = options
-        self._owner = owner
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._owner:
-            uninstall()
-
-
 def install(
     *,
     backends: Iterable[str] | str | None = None,
@@ -65,7 +47,7 @@ def install(
     sets: Mapping[str | None, Iterable[str] | str] | Iterable[str] | str | None = None,
     recoverable: bool = False,
     borrowed: str = "refuse",
-) -> Installation:
+) -> None:
     """Make process groups reloadable from now on.
 
     Local. Call it with equal options on every rank, before the groups are created. Existing groups
@@ -121,9 +103,6 @@ def install(
             holder. ``ignore``: nothing is recorded. A suspended group keeps its communicator, so
             nothing is refused. See ``status().borrowed``. Equal on all ranks.
 
-    Returns:
-        A handle; as a context manager it uninstalls at the end of the block.
-
     Raises:
         InvalidOptionError: an option is invalid, or the environment has an unknown variable that
             begins with ``RELOADPG_``; with ``recoverable``, a variable has another value, or NCCL
@@ -131,11 +110,9 @@ def install(
         PatchConflictError: already installed with other options.
         UnsupportedTorchError: the installed torch lacks names that this library uses.
     """
-    installation = _put_in_place(_options(locals()))
-    if installation._owner:  # without the lock: programs can handle warnings themselves
-        _warn_of_unmanaged()
+    if _put_in_place(_options(locals())):
+        _warn_of_unmanaged()  # without the lock: programs can handle warnings themselves
     import_module(OBSERVER).start()
-    return installation
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -174,18 +151,19 @@ def _options(given: Mapping[str, Any]) -> Options:
     return Options(selection, way, limit, threads, recoverable, borrowed)
 
 
-def _put_in_place(options: Options) -> Installation:
+def _put_in_place(options: Options) -> bool:
+    """Apply the patches, unless they are in place; return whether they were applied."""
     refuse_unknown_variables(os.environ, "install")
     if registry.off:
         if IS_OFF not in registry.warned and is_first_of_host():
             registry.warned.add(IS_OFF)
             logger.warning("%s: torch is unchanged, and no group is reloadable", IS_OFF)
-        return Installation(options, owner=False)
+        return False
     with registry.lock:
         in_place = registry.options
         if registry.patches is not None and in_place is not None:
             if options == in_place:
-                return Installation(in_place, owner=False)
+                return False
             raise PatchConflictError(
                 f"install was called again with other options: {_differences(options, in_place)}. "
                 "Nothing was changed. Call reloadpg.uninstall() first, or install once with the "
@@ -211,7 +189,7 @@ def _put_in_place(options: Options) -> Installation:
             _unset_variables()
             registry.options = registry.patches = None
             raise
-        return Installation(options, owner=True)
+        return True
 
 
 def _differences(given: Options, in_place: Options) -> str:

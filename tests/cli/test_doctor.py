@@ -182,20 +182,25 @@ def test_a_foreign_wrapper_is_found_at_every_name_of_a_function(monkeypatch, hom
     assert f"{home.__name__}.{function} is wrapped by functools.partial(" in finding.message
 
 
-def test_own_wrappers_are_not_foreign():
-    with reloadpg.install(backends={"gloo"}):
-        assert [one.level for one in doctor.check_wrappers()] == ["ok"]
+@pytest.fixture
+def installed():
+    reloadpg.install(backends={"gloo"})
+    yield
+    reloadpg.uninstall()
 
 
-def test_a_wrapper_over_an_own_wrapper_is_found(monkeypatch):
+def test_own_wrappers_are_not_foreign(installed):
+    assert [one.level for one in doctor.check_wrappers()] == ["ok"]
+
+
+def test_a_wrapper_over_an_own_wrapper_is_found(installed, monkeypatch):
     """The message names its code, and the name that was patched."""
-    with reloadpg.install(backends={"gloo"}):
-        with monkeypatch.context() as patch:
-            ours = dist.new_group
-            patch.setattr(dist, "new_group", lambda *args: ours(*args))
-            (finding,) = doctor.check_wrappers()
-        assert finding.message.startswith("torch.distributed.new_group is wrapped by <lambda>")
-        assert "test_doctor.py:" in finding.message
+    with monkeypatch.context() as patch:
+        ours = dist.new_group
+        patch.setattr(dist, "new_group", lambda *args: ours(*args))
+        (finding,) = doctor.check_wrappers()
+    assert finding.message.startswith("torch.distributed.new_group is wrapped by <lambda>")
+    assert "test_doctor.py:" in finding.message
 
 
 def test_the_settings_of_nccl_are_named(monkeypatch):

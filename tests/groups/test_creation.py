@@ -188,24 +188,24 @@ def _cost_of_creations(rank, world_size):
     job()
     facts = {"torch": counted()}
     dist.destroy_process_group()
-    with reloadpg.install(backends={"fake"}):
-        job()
-        facts["ours"] = counted()
-        held = [dist.new_group([0, 9_999]) for _ in range(100)]
-        tags = dist.distributed_c10d._world.tags_to_pg
-        tags[""] = _CountingList(tags[""])
-        held += [dist.new_group([0, 9_999]) for _ in range(10)]
-        facts["read"] = tags[""].read
-        facts["proxies"] = sum(isinstance(g, reloadpg.ReloadableProcessGroup) for g in tags[""])
-        ranks = [0, 9_999]
-        group = dist.new_group(ranks)
-        ranks[0] = 5
-        facts["replays"] = group._managed.construction.call.args
-        by_hand, _ = dist.distributed_c10d._new_process_group_helper(
-            *(2, 1, [0, 9_999], "fake", FakeStore(), "by hand"), timeout=timedelta(seconds=60)
-        )
-        facts["by hand"] = tables.entry_of(by_hand)[:2]
-        dist.destroy_process_group()
+    reloadpg.install(backends={"fake"})
+    job()
+    facts["ours"] = counted()
+    held = [dist.new_group([0, 9_999]) for _ in range(100)]
+    tags = dist.distributed_c10d._world.tags_to_pg
+    tags[""] = _CountingList(tags[""])
+    held += [dist.new_group([0, 9_999]) for _ in range(10)]
+    facts["read"] = tags[""].read
+    facts["proxies"] = sum(isinstance(g, reloadpg.ReloadableProcessGroup) for g in tags[""])
+    ranks = [0, 9_999]
+    group = dist.new_group(ranks)
+    ranks[0] = 5
+    facts["replays"] = group._managed.construction.call.args
+    by_hand, _ = dist.distributed_c10d._new_process_group_helper(
+        *(2, 1, [0, 9_999], "fake", FakeStore(), "by hand"), timeout=timedelta(seconds=60)
+    )
+    facts["by hand"] = tables.entry_of(by_hand)[:2]
+    dist.destroy_process_group()
     return facts
 
 
@@ -223,16 +223,16 @@ class _AppendedTo(list):
 
 
 def _created_while_another_thread_creates(rank, world_size):
-    with reloadpg.install(backends={"fake"}):
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-        tags = dist.distributed_c10d._world.tags_to_pg
-        before = list(tags.setdefault("", []))
-        tags[""] = _AppendedTo(before)
-        tags[""].other = other = "the group of another thread"
-        group = dist.new_group([0, 1])
-        seen = list(tags[""])
-        tags[""] = before
-        dist.destroy_process_group()
+    reloadpg.install(backends={"fake"})
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    tags = dist.distributed_c10d._world.tags_to_pg
+    before = list(tags.setdefault("", []))
+    tags[""] = _AppendedTo(before)
+    tags[""].other = other = "the group of another thread"
+    group = dist.new_group([0, 1])
+    seen = list(tags[""])
+    tags[""] = before
+    dist.destroy_process_group()
     return seen == [*before, group, other]
 
 

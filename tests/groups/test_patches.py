@@ -84,22 +84,18 @@ def test_every_name_is_patched_once_and_restored():
 
 @pytest.mark.ranks(1)
 def test_second_install():
-    """Equal options change nothing, and the first handle uninstalls (failure 24). Other options
-    raise an error that names them.
-    """
-    first = reloadpg.install(min_size=3)
+    """Equal options change nothing (failure 24). Other options raise an error that names them."""
+    reloadpg.install(min_size=3)
     wrapper = dist.new_group
-    with reloadpg.install(min_size=3):
-        assert dist.new_group is wrapper
-    assert reloadpg.is_installed()
+    reloadpg.install(min_size=3)
+    assert dist.new_group is wrapper
     with pytest.raises(
         reloadpg.errors.PatchConflictError, match=r"min_size=4 \(in place: 3\).*uninst"
     ):
         reloadpg.install(min_size=4)
     assert dist.new_group is wrapper
     assert reloadpg.status().options["min_size"] == 3
-    with first:
-        pass
+    reloadpg.uninstall()
     assert not reloadpg.is_installed()
 
 
@@ -210,8 +206,9 @@ def test_install_refuses_torchcomms(monkeypatch):
 
 def test_an_unknown_variable_that_is_empty_counts_as_unset(monkeypatch):
     monkeypatch.setenv("RELOADPG_FUTURE", "")
-    with reloadpg.install():
-        assert reloadpg.is_installed()
+    reloadpg.install()
+    assert reloadpg.is_installed()
+    reloadpg.uninstall()
 
 
 @pytest.mark.ranks(1)
@@ -315,11 +312,11 @@ class _Ranks(list):
 
 @pytest.mark.ranks(1)
 def test_a_patched_function_in_a_class_binds_its_instance():
-    with reloadpg.install(backends={"fake"}):
-        _Ranks.create = dist.new_group
-        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-        made = _Ranks([0, 3]).create(group_desc="of a class")
-        one_cycle()
-        assert isinstance(made, reloadpg.ReloadableProcessGroup)
-        assert (made.group_desc, made.generation, made.size()) == ("of a class", 1, 2)
-        dist.destroy_process_group()
+    reloadpg.install(backends={"fake"})
+    _Ranks.create = dist.new_group
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    made = _Ranks([0, 3]).create(group_desc="of a class")
+    one_cycle()
+    assert isinstance(made, reloadpg.ReloadableProcessGroup)
+    assert (made.group_desc, made.generation, made.size()) == ("of a class", 1, 2)
+    dist.destroy_process_group()

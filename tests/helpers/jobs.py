@@ -11,9 +11,9 @@ from helpers import worlds
 TIMEOUT = timedelta(seconds=30)
 
 
-def install(**options: Any) -> Any:
+def install(**options: Any) -> None:
     """Install for the backend of the world, with these options."""
-    return reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
+    reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
 
 
 def start(**options: Any) -> None:

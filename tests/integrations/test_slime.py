@@ -194,12 +194,12 @@ def test_an_actor_trains_sleeps_and_updates_weights_through_three_cycles(
 def test_the_patch_uses_an_installation_that_exists() -> None:
     """The class of the drop-in cannot be instantiated by hand."""
     worlds.init("gloo")
-    with reloadpg.install(backends={"gloo"}, min_size=1):
-        monkey_patch_torch_dist()
-        assert isinstance(dist.new_group([0]), ReloadableProcessGroup)
-        with pytest.raises(TypeError, match=r"new_group\(\) returns them"):
-            ReloadableProcessGroup()
-        assert issubclass(reloadpg.ReloadableProcessGroup, ReloadableProcessGroup)
+    reloadpg.install(backends={"gloo"}, min_size=1)
+    monkey_patch_torch_dist()
+    assert isinstance(dist.new_group([0]), ReloadableProcessGroup)
+    with pytest.raises(TypeError, match=r"new_group\(\) returns them"):
+        ReloadableProcessGroup()
+    assert issubclass(reloadpg.ReloadableProcessGroup, ReloadableProcessGroup)
 
 
 @pytest.mark.ranks(4)
@@ -305,11 +305,12 @@ def test_each_group_has_group_until_uninstall() -> None:
 
     dist.init_process_group("gloo")
     plain: Any = dist.group.WORLD
-    with reloadpg.install(backends={"gloo"}, world=False, min_size=1):
-        monkey_patch_torch_dist()
-        assert plain.group is plain
-        assert Wrapped(plain).group is plain
-        made: Any = dist.new_group([0])
-        assert made.group is made
+    reloadpg.install(backends={"gloo"}, world=False, min_size=1)
+    monkey_patch_torch_dist()
+    assert plain.group is plain
+    assert Wrapped(plain).group is plain
+    made: Any = dist.new_group([0])
+    assert made.group is made
+    reloadpg.uninstall()
     assert not hasattr(plain, "group")
     assert Wrapped(plain).group is plain

@@ -259,15 +259,13 @@ def test_install_after_autoinstall():
         "RELOADPG_EXCLUDE": "SERVICE, *_GLOO",
     }
     activate()
-    handle = reloadpg.install()
-    assert handle.options.settings()["exclude"] == ["SERVICE", "*_GLOO"]
-    with handle:
-        pass
-    assert reloadpg.is_installed()  # the handle of the second install owns nothing
+    reloadpg.install()
+    assert reloadpg.status().options["exclude"] == ["SERVICE", "*_GLOO"]
     with pytest.raises(reloadpg.errors.PatchConflictError, match=r"min_size=3 \(in place: 2\)"):
         reloadpg.install(min_size=3)
     reloadpg.uninstall()
-    assert reloadpg.install().options.strategy == "suspend"  # of the variables
+    reloadpg.install()
+    assert reloadpg.status().options["strategy"] == "suspend"  # of the variables
     with pytest.raises(reloadpg.errors.PatchConflictError, match=r"\(in place: 'suspend'\)"):
         reloadpg.install(strategy="recreate")
 
@@ -276,12 +274,12 @@ def test_install_after_autoinstall():
 @pytest.mark.parametrize(
     ("arguments", "variables", "options"),
     [
-        ({}, ("", "", ""), ("recreate", 300, None)),
-        ({}, ("suspend", "7", "gloo"), ("suspend", 7, {"gloo"})),
+        ({}, ("", "", ""), ("recreate", 300, "accelerators")),
+        ({}, ("suspend", "7", "gloo"), ("suspend", 7, ["gloo"])),
         (
             {"strategy": "recreate", "timeout": 9, "backends": {"gloo"}},
             ("suspend", "7", "nccl"),
-            ("recreate", 9, {"gloo"}),
+            ("recreate", 9, ["gloo"]),
         ),
     ],
 )
@@ -289,9 +287,9 @@ def test_install_reads_the_variables(arguments, variables, options):
     """An argument overrides its variable."""
     names = ("STRATEGY", "TIMEOUT_S", "BACKENDS")
     os.environ |= {f"RELOADPG_{n}": v for n, v in zip(names, variables, strict=True) if v}
-    found = reloadpg.install(**arguments).options
-    backends = found.selection.backends
-    assert (str(found.strategy), found.timeout.total_seconds(), backends) == options
+    reloadpg.install(**arguments)
+    found = reloadpg.status().options
+    assert (found["strategy"], found["timeout_s"], found["backends"]) == options
 
 
 LATER = """

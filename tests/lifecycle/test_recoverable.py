@@ -35,11 +35,13 @@ def settings() -> dict[str, str]:
 
 def test_unset_variables_are_set_until_uninstall() -> None:
     """Without ``recoverable`` none is set."""
-    with reloadpg.install():
-        assert settings() == {}
-    with reloadpg.install(recoverable=True):
-        assert settings() == NEEDED
-        assert reloadpg.status().options["recoverable"] is True
+    reloadpg.install()
+    assert settings() == {}
+    reloadpg.uninstall()
+    reloadpg.install(recoverable=True)
+    assert settings() == NEEDED
+    assert reloadpg.status().options["recoverable"] is True
+    reloadpg.uninstall()
     assert settings() == {}
 
 
@@ -59,8 +61,9 @@ def test_an_install_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         assert not reloadpg.is_installed()
         assert (settings(), dist.group.WORLD) == ({}, world)
         assert dist.new_group is created
-        with reloadpg.install(recoverable=True):
-            assert settings() == NEEDED
+        reloadpg.install(recoverable=True)
+        assert settings() == NEEDED
+        reloadpg.uninstall()
     finally:
         dist.destroy_process_group()
 
@@ -74,13 +77,14 @@ def test_suitable_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with reloadpg.install(recoverable=True):
-        assert settings() == {
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",
-            "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-            "TORCH_NCCL_ENABLE_MONITORING": "0",
-        }
+    reloadpg.install(recoverable=True)
+    assert settings() == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    reloadpg.uninstall()
     assert "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in os.environ
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
 
@@ -114,9 +118,11 @@ def test_the_default_of_torchrun_is_overridden(
     """torchrun sets 1 in its workers, which ends the process; ``uninstall`` restores it."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    with caplog.at_level("INFO", "reloadpg"), reloadpg.install(backends={"nccl"}, recoverable=True):
-        assert settings() == NEEDED
-        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2, not torchrun's 1" in caplog.text
+    with caplog.at_level("INFO", "reloadpg"):
+        reloadpg.install(backends={"nccl"}, recoverable=True)
+    assert settings() == NEEDED
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2, not torchrun's 1" in caplog.text
+    reloadpg.uninstall()
     assert settings() == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     with pytest.raises(reloadpg.errors.InvalidOptionError, match="set it to 2"):
@@ -125,8 +131,8 @@ def test_the_default_of_torchrun_is_overridden(
 
 def test_without_nccl_any_value_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    with reloadpg.install(backends={"gloo"}, recoverable=True):
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    reloadpg.install(backends={"gloo"}, recoverable=True)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
 def test_an_existing_nccl_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
