@@ -1,4 +1,30 @@
-"""Environment variables that this library reads, and the checks of arguments. Imports no torch."""
+"""Environment variables that this library reads, and the checks of arguments. Imports no torch.
+
+Defaults of the options of :func:`reloadpg.install`, whose arguments take precedence:
+
+==========================  ======================================================================
+``RELOADPG_BACKENDS``       ``backends``: names separated by commas. They may be registered with
+                            torch later, before the default group is created
+``RELOADPG_EXCLUDE``        ``exclude``: patterns separated by commas
+``RELOADPG_STRATEGY``       ``strategy``
+``RELOADPG_TIMEOUT_S``      ``timeout``, in seconds
+==========================  ======================================================================
+
+Others:
+
+==========================  ======================================================================
+``RELOADPG``                ``off``: ``install`` and all operations do nothing in this process
+``RELOADPG_AUTOINSTALL``    whether ``import torch`` installs: :mod:`reloadpg.lifecycle.autoinstall`
+``RELOADPG_GRACE_S``        seconds within which ranks must respond after a failure; a rank that
+                            responds later is named as missing. Default: 1.5
+``RELOADPG_LOG_WAIT_S``     seconds of a wait for other ranks before the first message; later ones
+                            come after 2, 4, 8 times as long. Default: 10
+``RELOADPG_NCCL``           NVIDIA's host code of NCCL, which :mod:`reloadpg.testing.standins` runs
+``RELOADPG_STATUS_DIR``     where the ranks of a job keep their status files
+==========================  ======================================================================
+
+An empty variable counts as unset. One that begins with ``RELOADPG_`` and is unknown is an error.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +33,7 @@ import operator
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from .errors import InvalidOptionError
 from .texts import did_you_mean
@@ -14,46 +41,99 @@ from .texts import did_you_mean
 _SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=365)
 """Torch counts in whole milliseconds; longer ones overflow between Python, C++ and the store."""
 
-STATUS_DIR = "RELOADPG_STATUS_DIR"
-"""Environment variable: where the ranks of a job keep their status files."""
-
+AUTOINSTALL = "RELOADPG_AUTOINSTALL"
+BACKENDS = "RELOADPG_BACKENDS"
+EXCLUDE = "RELOADPG_EXCLUDE"
 GRACE = "RELOADPG_GRACE_S"
-"""Environment variable: seconds after a failure within which the other ranks must respond."""
-
 LOG_WAIT = "RELOADPG_LOG_WAIT_S"
-"""Environment variable: seconds of a wait before the first message. Later messages come after 2, 4,
-8 times as long."""
-
 NCCL = "RELOADPG_NCCL"
-"""Environment variable: NVIDIA's host code of NCCL, which :mod:`reloadpg.testing.standins` runs."""
-
 OFF = "RELOADPG"
-"""Environment variable: ``off`` makes ``install`` and all operations do nothing in this process."""
-
-IS_OFF = "RELOADPG=off: reloadpg does nothing in this process"
-
-_OFF_VALUES, _ON_VALUES = frozenset({"off", "0"}), frozenset({"", "on", "1"})
+STATUS_DIR = "RELOADPG_STATUS_DIR"
+STRATEGY = "RELOADPG_STRATEGY"
+TIMEOUT = "RELOADPG_TIMEOUT_S"
 
 VARIABLES = frozenset(
     {
-        "RELOADPG_AUTOINSTALL",
-        "RELOADPG_BACKENDS",
-        "RELOADPG_EXCLUDE",
+        AUTOINSTALL,
+        BACKENDS,
+        EXCLUDE,
         GRACE,
         LOG_WAIT,
         NCCL,
-        "RELOADPG_RANK_LOADING",
+        "RELOADPG_RANK_LOADING",  # of reloadpg.testing
         STATUS_DIR,
-        "RELOADPG_STRATEGY",
-        "RELOADPG_TIMEOUT_S",
+        STRATEGY,
+        TIMEOUT,
     }
 )
-"""The environment variables that this library reads."""
+"""The variables that begin with ``RELOADPG_``."""
+
+IS_OFF = "RELOADPG=off: reloadpg does nothing in this process"
+
+STRATEGIES = ("recreate", "suspend")
+"""Values of ``install(strategy=...)``."""
+
+_OFF_VALUES, _ON_VALUES = frozenset({"off", "0"}), frozenset({"", "on", "1"})
+
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"", "0", "false", "no", "off"})
+
+
+def _read(environ: Mapping[str, str], name: str) -> str:
+    return environ.get(name, "").strip()
 
 
 def is_off(environ: Mapping[str, str]) -> bool:
     """Whether ``RELOADPG=off`` is set."""
-    return environ.get(OFF, "").strip().lower() in _OFF_VALUES
+    return _read(environ, OFF).lower() in _OFF_VALUES
+
+
+def autoinstall_requested(environ: Mapping[str, str]) -> bool:
+    """Whether ``RELOADPG_AUTOINSTALL`` requests an installation.
+
+    Raises:
+        InvalidOptionError: it is neither yes nor no.
+    """
+    value = _read(environ, AUTOINSTALL)
+    if value.lower() not in _YES | _NO:
+        raise InvalidOptionError(
+            f"{AUTOINSTALL}={value!r} is neither 1, true, yes, on nor 0, false, no, off."
+        )
+    return value.lower() in _YES
+
+
+def install_options(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read the variables into arguments of ``install``.
+
+    Raises:
+        InvalidOptionError: a variable is invalid; the message names it.
+    """
+    options: dict[str, Any] = {}
+    for argument, variable in (("backends", BACKENDS), ("exclude", EXCLUDE)):
+        if text := _read(environ, variable):
+            options[argument] = tuple(name.strip() for name in text.split(","))
+            if "" in options[argument]:
+                use = "names separated by single commas"
+                raise _invalid(variable, text, "has an empty name", use)
+    if text := _read(environ, STRATEGY):
+        if text not in STRATEGIES:
+            raise _invalid(STRATEGY, text, "is unknown", " or ".join(STRATEGIES))
+        options["strategy"] = text
+    for name in (TIMEOUT, GRACE, LOG_WAIT):
+        if text := _read(environ, name):
+            value: Any = text
+            with suppress(ValueError):
+                value = float(text)
+            seconds = as_timedelta(value, name, "nothing was installed")
+            if name == TIMEOUT:  # the others are read when they are needed
+                options["timeout"] = seconds
+    return options
+
+
+def _invalid(variable: str, text: str, wrong: str, use: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"{variable}={text!r} {wrong}; nothing was installed. Use {use}, or unset it."
+    )
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -79,7 +159,7 @@ def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
         InvalidOptionError: a variable begins with ``RELOADPG_`` and is unknown, or ``RELOADPG`` is
             neither on nor off.
     """
-    if environ.get(OFF, "").strip().lower() not in _OFF_VALUES | _ON_VALUES:
+    if _read(environ, OFF).lower() not in _OFF_VALUES | _ON_VALUES:
         raise InvalidOptionError(
             f"{what}: RELOADPG={environ[OFF]!r} is neither on nor off; nothing was changed. "
             "Set it to off, or unset it."

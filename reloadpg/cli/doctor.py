@@ -28,9 +28,15 @@ from typing import Any
 
 from .. import _TESTED_TORCH
 from ..errors import InvalidOptionError, UnsupportedTorchError
-from ..lifecycle.autoinstall import NO, SWITCH
-from ..lifecycle.variables import install_options
-from ..settings import IS_OFF, VARIABLES, is_off, unknown_variables
+from ..settings import (
+    AUTOINSTALL,
+    IS_OFF,
+    VARIABLES,
+    autoinstall_requested,
+    install_options,
+    is_off,
+    unknown_variables,
+)
 from ..texts import counted
 from .console import Finding, existing_file, say
 
@@ -240,8 +246,11 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
 
 def check_autoinstall(environ: Mapping[str, str]) -> Findings:
     """Check that reloadpg is installed in this process, where the environment asks for it."""
-    if environ.get(SWITCH, "").strip().lower() in NO or is_off(environ):
+    if is_off(environ):
         return
+    with suppress(InvalidOptionError):  # of an invalid value 'import torch' has said so
+        if not autoinstall_requested(environ):
+            return
     from .. import status
 
     if status().installed:
@@ -250,7 +259,7 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
     yield Finding(
         "autoinstall",
         "problem",
-        f"not installed in this process ({SWITCH}={environ[SWITCH]!r})",
+        f"not installed in this process ({AUTOINSTALL}={environ[AUTOINSTALL]!r})",
         "'import torch' says why on stderr, if it tried; otherwise unset "
         "TORCH_DEVICE_BACKEND_AUTOLOAD, see that pip has installed reloadpg in this environment, "
         "and that the program does not call reloadpg.uninstall()",

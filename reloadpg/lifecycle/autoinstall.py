@@ -15,25 +15,17 @@ from __future__ import annotations
 
 import os
 
-from ..settings import refuse_unknown_variables
-
-SWITCH = "RELOADPG_AUTOINSTALL"
-_YES = frozenset({"1", "true", "yes", "on"})
-NO = frozenset({"", "0", "false", "no", "off"})
+from ..settings import autoinstall_requested, refuse_unknown_variables
 
 
 def activate() -> None:
     """Install reloadpg if the environment requests it. Local; idempotent.
 
     Raises:
-        ValueError: the variable, or an option, is invalid; nothing was installed.
+        InvalidOptionError: the variable, or an option, is invalid; nothing was installed.
     """
     refuse_unknown_variables(os.environ, "autoinstall")
-    value = os.environ.get(SWITCH, "").strip()
-    if value.lower() in NO:
-        return
-    if value.lower() not in _YES:
-        raise ValueError(f"{SWITCH}={value!r} is neither 1, true, yes, on nor 0, false, no, off.")
-    from .install import install
+    if autoinstall_requested(os.environ):
+        from .install import install
 
-    install()
+        install()

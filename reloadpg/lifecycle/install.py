@@ -18,12 +18,19 @@ from ..groups.registry import Options, registry
 from ..groups.selection import Selection
 from ..groups.sets import TRAINER
 from ..groups.wrappers import manage_world
-from ..settings import IS_OFF, as_flag, as_integer, as_timedelta, refuse_unknown_variables
+from ..settings import (
+    IS_OFF,
+    STRATEGIES,
+    as_flag,
+    as_integer,
+    as_timedelta,
+    install_options,
+    refuse_unknown_variables,
+)
 from ..texts import counted, is_first_of_host, warn
 from .callbacks import callbacks, is_new
 from .job import jobs
 from .status import not_reloadable
-from .variables import STRATEGIES, install_options
 
 logger = logging.getLogger("reloadpg")
 

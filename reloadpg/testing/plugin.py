@@ -59,8 +59,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from ..lifecycle.autoinstall import SWITCH
-from ..settings import as_timedelta
+from ..settings import AUTOINSTALL, as_timedelta
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -315,7 +314,7 @@ def execute(test: RankTest, mark: RanksMark) -> None:
             mark.world_size,
             args=(test, _compiled(test.file)),
             timeout=test.timeout,
-            env={SWITCH: None, **(mark.env or {})},
+            env={AUTOINSTALL: None, **(mark.env or {})},
             preload=mark.preload,
             store=mark.store,
             standins=mark.standins,

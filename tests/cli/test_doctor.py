@@ -88,6 +88,8 @@ def test_a_failed_autoinstall_is_a_problem():
     assert "reloadpg: not installed" in process.stderr
     assert "RELOADPG_STRATEGY='bogus' is unknown" in process.stderr
     assert not of(diagnose(environ={"RELOADPG_AUTOINSTALL": "off"}), "autoinstall")
+    (message,) = of(diagnose(environ={"RELOADPG_AUTOINSTALL": "ture"}), "autoinstall", "problem")
+    assert message.endswith("(RELOADPG_AUTOINSTALL='ture')")
 
 
 def test_unknown_variables_are_a_problem():
