@@ -54,20 +54,19 @@ class Peers:
 
     Args:
         rank: this rank.
-        watches: whether to have any.
 
     Attributes:
-        host: identifier of the host; empty if this rank has no peers.
+        host: identifier of the host; empty if it or this process cannot be looked up.
         entry: this process, for the list of its host.
     """
 
-    def __init__(self, rank: int, *, watches: bool = True) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
         self._watched: dict[int, tuple[int, str]] = {}  # by rank: process id and start time
         pid, parent = os.getpid(), os.getppid()
         started = start_of(pid)
         self._parent = f"{parent}-{start_of(parent)}"
-        self.host = process_table() if watches and started else ""
+        self.host = process_table() if started else ""
         self.entry = f"{rank} {pid} {started} {self._parent}\n"
 
     def meet(self, entries: str) -> None:

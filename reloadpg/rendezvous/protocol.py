@@ -32,11 +32,13 @@ key            value                            written by
 ``result``     the decision with all names      the last rank that has answered
 ``job``        number of the newest job         the first rank of that job
 ``jobs/rank``  number of jobs of a rank         that rank
+``hosts``      the processes of a host          each rank that has counted the job
 =============  ===============================  ================================================
 
-All keys but the last two begin with the number of the job, and those below ``current`` also with
-the number of the operation; ``go`` has that of the barrier, too. ``tests/helpers/explorer.py`` runs
-this module for two and three ranks in every order, with faults at every command.
+All keys but those of jobs begin with the number of the job, and those from ``count`` to ``result``
+also with the number of the operation; ``go`` has that of the barrier, too.
+``tests/helpers/explorer.py`` runs this module for two and three ranks in every order, with faults
+at every command.
 """
 
 from __future__ import annotations
@@ -198,7 +200,8 @@ class Rank:
     Args:
         rank: this rank.
         size: number of ranks.
-        job: number of the job, if it is known.
+        host: identifier of its host, whose ranks watch each other; empty if they do not.
+        process: the line of this process in the list of its host.
 
     Attributes:
         job: number of the job among those on its store; 0 until it is counted.
@@ -209,9 +212,10 @@ class Rank:
         confirmed: whether all ranks have met in this job.
     """
 
-    def __init__(self, rank: int, size: int, job: int = 0) -> None:
+    def __init__(self, rank: int, size: int, host: str = "", process: str = "") -> None:
         self.rank, self.size = rank, size
-        self.job, self.next, self.confirmed = job, 1, size == 1
+        self.host, self.process = host, process
+        self.job, self.next, self.confirmed = 0, 1, size == 1
         self.number, self.operation, self.at = 0, "", Current()
 
     def key(self, name: str, number: int | None = None, barrier: int | None = None) -> str:
@@ -221,8 +225,9 @@ class Rank:
         return f"{self.job}/{number}/{name}" + (f"/{barrier}" if name == "go" else "")
 
     @property
-    def _current(self) -> str:
-        return f"{self.job}/current"
+    def listed(self) -> str:
+        """The key of the list of this host's processes."""
+        return f"{self.job}/hosts/{self.host}"
 
     def count(self) -> Steps:
         """Count this job on its store. The number becomes equal on all ranks: one that has counted
@@ -236,13 +241,17 @@ class Rank:
         if newest > counted:
             yield Add(f"jobs/{self.rank}", newest - counted)
         self.job = newest
+        if self.host:
+            yield Append(self.listed, self.process)
 
     def read(self) -> Steps:
         """Return the value of ``current``."""
-        return Current.from_text((yield Read(self._current)))
+        return Current.from_text((yield Read(f"{self.job}/current")))
 
     def enter(self, operation: str, reason: str = "") -> Steps:
         """Enter the next operation. ``reason``: of a recovery."""
+        if not self.job:
+            yield from self.count()
         now = yield from self.read()
         while True:
             recovers, known = now.recovery == now.number, now.number >= self.next
@@ -271,6 +280,8 @@ class Rank:
         """End the open operation for all ranks: this one has failed before it has entered its
         next one. Returns how it ended.
         """
+        if not self.job:
+            yield from self.count()
         ended = None
         while ended is None or ended.kind == "recover":  # requested by another rank just now
             now = yield from self.read()
@@ -345,7 +356,6 @@ class Rank:
             return False
         yield Delete(tuple(map(self.key, NAMES)))
         self.job, self.next = 0, 1
-        yield from self.count()
         yield from self.enter(self.operation)
         return True
 
@@ -434,7 +444,7 @@ class Rank:
 
     def _change(self, old: Current, new: Current) -> Steps:
         """Try to change ``current``, and wake the ranks at the old barrier. Returns its value."""
-        text = yield Swap(self._current, old.to_text(), new.to_text())
+        text = yield Swap(f"{self.job}/current", old.to_text(), new.to_text())
         if text != new.to_text():
             return Current.from_text(text)
         yield Set(self.key("go", *old.at))

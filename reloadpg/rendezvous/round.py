@@ -88,11 +88,12 @@ class Rendezvous:
         self.rank, self.size = rank, size
         self.alone = root is None
         self.recovered = 0
-        self.peers = Peers(rank, watches=watches and root is not None)
+        self.peers = Peers(rank)
+        host = self.peers.host if watches else ""
         self.pause_s = max(0.1, size / 2000)
         self.client = client or StoreClient(root, rank)
         self._prefix = prefix
-        self.state = Rank(rank, 1 if root is None else size)
+        self.state = Rank(rank, 1 if root is None else size, host, self.peers.entry)
         self._requested = 0  # number of the last recovery that was requested
         self._ask_again = 0.0
         self._progress = 0
@@ -112,19 +113,9 @@ class Rendezvous:
         the requests: a process that can start no other one later can notify the other ranks. If it
         fails, the first operation does it.
         """
-        with suppress(ReloadpgError):
-            self._count(Deadline("count", seconds))
-
-    def _count(self, deadline: Deadline) -> None:
-        if self.state.job:
-            return
-        self.drive(self.state.count(), deadline)
-        if self.peers.host:
-            self.ask(lambda store: append(store, self._hosts, self.peers.entry), deadline)
-
-    @property
-    def _hosts(self) -> str:
-        return f"{self.state.job}/hosts/{self.peers.host}"
+        if not self.state.job:
+            with suppress(ReloadpgError):
+                self.drive(self.state.count(), Deadline("count", seconds))
 
     def end(self, deadline: Deadline) -> None:
         """End the thread of the requests, and wait for it. Local, with a timeout."""
@@ -251,8 +242,9 @@ class Rendezvous:
 
     def watch(self, deadline: Deadline) -> None:
         """Watch the processes of this host that have joined the job."""
-        if self.peers.host:
-            self.peers.meet(self.ask(lambda store: read(store, self._hosts), deadline) or "")
+        if self.state.host:
+            listed = self.ask(lambda store: read(store, self.state.listed), deadline)
+            self.peers.meet(listed or "")
 
 
 def perform(command: protocol.Command, store: Store) -> Any:
@@ -344,7 +336,6 @@ class Round:
         """
         rendezvous, deadline, before = self._rendezvous, self._deadline(), self._rank.number
         try:
-            rendezvous._count(deadline)
             rendezvous.drive(self._rank.enter(self.operation, reason), deadline)
         except Ended as ended:  # raised at the first barrier, or while this rank works
             self._ended, self.decision = True, ended.decision
@@ -438,13 +429,13 @@ class Round:
                 timeout.
         """
         try:
-            try:
-                self._poll(tasks, doing)
-            finally:
-                wanted.cancel()
+            self._poll(tasks, doing)
         except Ended as error:
+            wanted.cancel()
             self._leave(error, doing())
             raise self._error() from None
+        finally:
+            wanted.cancel()
 
     def _poll(self, tasks: Sequence[Task[Any]], doing: Callable[[], str]) -> None:
         """Return when all tasks have ended; raise if one of them or another rank fails."""
@@ -559,7 +550,6 @@ class Round:
         if isinstance(error, GaveUp) and self.number:
             decision = rendezvous.drive(self._rank.end(decision), deadline)
         elif isinstance(error, GaveUp):
-            rendezvous._count(deadline)
             decision = rendezvous.drive(self._rank.refuse(self.operation, decision), deadline)
             self.number = self._rank.number
         if decision.kind == "ok":

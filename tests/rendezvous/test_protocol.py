@@ -52,6 +52,9 @@ SCENARIOS: dict[str, Scenario] = {
     "any two faults": Scenario((SHORT,) * 2, 2, FAULTS, (0, 1), OUTCOMES),
     "three ranks, any fault": Scenario((SHORT,) * 3, 1, FAULTS, (1, 2), OUTCOMES),
     "three ranks, a crash": Scenario((SHORT,) * 3, 1, ("crash",), (1,), OUTCOMES),
+    "three ranks, a timeout and a failure": Scenario(
+        (SHORT,) * 3, 2, ("timeout", "failure"), (1, 2), OUTCOMES
+    ),
     "three ranks, a recovery": Scenario(
         (SHORT, SHORT, ("recover", "end")), 1, FAULTS, (2,), f"{OUTCOMES} recover"
     ),
@@ -84,12 +87,17 @@ SCENARIOS: dict[str, Scenario] = {
         ((*SHORT, "init", *SHORT),) * 2, 1, ("late", "interrupt"), (0, 1), OUTCOMES, (0, 1)
     ),
     "a job that is counted": Scenario((SHORT,) * 2, 1, ("late",), (0, 1), OUTCOMES, (0, 0)),
-    "a rank that has counted fewer jobs": Scenario((SHORT,) * 2, jobs=(0, 2), polls=True),
+    "a rank that has counted fewer jobs": Scenario(
+        (("says", "end"), SHORT), jobs=(0, 2), polls=True
+    ),
     "fewer jobs, and any fault": Scenario(
         (SHORT,) * 2, 1, FAULTS, (0, 1), OUTCOMES, jobs=(0, 2), polls=True
     ),
     "three ranks, of which one has counted fewer jobs": Scenario(
         (SHORT,) * 3, jobs=(1, 0, 1), polls=True
+    ),
+    "three ranks, fewer jobs and a timeout": Scenario(
+        (SHORT,) * 3, 1, ("timeout",), (0, 1), OUTCOMES, jobs=(1, 0, 1), polls=True
     ),
 }
 
@@ -97,6 +105,7 @@ LARGE = {
     "two interrupts",
     "two lost replies",
     "any two faults",
+    "three ranks, a timeout and a failure",
     "three ranks, a recovery",
     "three ranks, a cycle with any fault",
     "three ranks, two recoveries",
@@ -105,6 +114,7 @@ LARGE = {
     "three ranks, names and states",
     "states, and a recovery",
     "fewer jobs, and any fault",
+    "three ranks, fewer jobs and a timeout",
 }
 """Scenarios of some hundred thousand worlds."""
 

@@ -522,11 +522,11 @@ def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() ->
 
 
 def test_a_rank_that_has_counted_fewer_jobs_joins_the_newest_one() -> None:
-    """Its initialisation of an earlier job has failed. The next job has another number."""
+    """Its initialisation of an earlier job has failed. It is in the list of its host there."""
     stores = clients(2)
 
     def begin(*counted: int) -> Job:
-        job = Job([Rendezvous(lambda own=own: own, rank, 2) for rank, own in enumerate(stores)])  # type: ignore[misc]
+        job = Job([Rendezvous(partial(stores.__getitem__, n), n, 2, watches=True) for n in (0, 1)])
         for rank in counted:
             job.ranks[rank].count_job(SOON)
         return job
@@ -536,6 +536,8 @@ def test_a_rank_that_has_counted_fewer_jobs_joins_the_newest_one() -> None:
     assert [rdv.state.job for rdv in second.ranks] == [1, 2]
     assert second.run(two_barriers) == ["passed"] * 2
     assert [rdv.state.job for rdv in second.ranks] == [2, 2]
+    listed = stores[0].get(f"reloadpg/2/hosts/{second.ranks[0].peers.host}").decode()
+    assert sorted(line[0] for line in listed.splitlines()) == ["0", "1"]
     third = begin(0, 1)
     assert [rdv.state.job for rdv in third.ranks] == [3, 3]
     assert third.run(two_barriers) == ["passed"] * 2
