@@ -44,10 +44,10 @@ class Job:
         return [results[rank] for rank in chosen]
 
 
-def work(round_: Round, function: Callable[[], object], wanted: CancelToken | None = None) -> None:
+def work(round_: Round, function: Callable[[], object]) -> None:
     """Call a function in a thread before the next barrier."""
     task: Task[object] = Task(function, "work")
-    round_.watch([task], wanted or CancelToken(), lambda: "a group")
+    round_.watch([task], CancelToken(), lambda: "a group")
 
 
 def two_barriers(rdv: Rendezvous) -> str:

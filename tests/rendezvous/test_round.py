@@ -23,7 +23,7 @@ from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutErr
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.round import Interrupted, Rendezvous, barrier_hooks
 from reloadpg.settings import LOG_WAIT
-from reloadpg.threads import CancelToken, Deadline
+from reloadpg.threads import CancelToken, Deadline, Task
 
 pytestmark = pytest.mark.matrix
 
@@ -139,9 +139,18 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, seconds)
 
 
-@pytest.mark.parametrize("end", ["timeout", "interrupt"])
-def test_work_that_ends_after_its_operation_is_not_committed(end: str) -> None:
-    """The operation times out, or its caller tells it to end."""
+@pytest.mark.parametrize(
+    ("end", "timeout", "error"),
+    [
+        ("timeout", 0.3, RendezvousTimeoutError),
+        ("interrupt", FAR, Interrupted),
+        ("failure", SOON, ZeroDivisionError),
+    ],
+)
+def test_work_that_ends_after_its_operation_is_not_committed(
+    end: str, timeout: float, error: type[Exception]
+) -> None:
+    """The operation times out, its caller tells it to end, or another thread fails."""
     release, ended, begun, committed = *(threading.Event() for _ in range(3)), []
 
     wanted = CancelToken()
@@ -153,12 +162,16 @@ def test_work_that_ends_after_its_operation_is_not_committed(end: str) -> None:
             committed.append(is_wanted)
         ended.set()
 
-    timeout, error = (0.3, RendezvousTimeoutError) if end == "timeout" else (FAR, Interrupted)
+    def fail() -> None:
+        assert begun.wait(SOON)
+        raise ZeroDivisionError
+
     round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), timeout)
     if end == "interrupt":
         threading.Thread(target=lambda: begun.wait(SOON) and round_.interrupt()).start()
     with pytest.raises(error) as caught:
-        work(round_, commit, wanted)
+        tasks = [Task(one, "work") for one in [commit, *[fail] * (end == "failure")]]
+        round_.watch(tasks, wanted, lambda: "a group")
     round_.fail(caught.value)
     release.set()
     assert ended.wait(SOON)
@@ -477,6 +490,7 @@ class HeldStore(WatchedStore):
 
 
 def test_a_request_without_a_response_does_not_block_later_requests() -> None:
+    """Counting the job has a timeout, so ``init_process_group`` does not wait for it."""
     ended = threading.Event()
     held = HeldStore(ended)
     rdv = Rendezvous(lambda: held, 0, 2)
@@ -507,18 +521,6 @@ def test_a_reply_to_an_abandoned_request_changes_nothing() -> None:
     for thread in {*threading.enumerate()} - others:
         thread.join(SOON)
     assert vars(rdv.state) == state
-
-
-def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() -> None:
-    """Counting the job has a timeout."""
-    ended = threading.Event()
-    held = HeldStore(ended)
-    counting = threading.Thread(target=Rendezvous(lambda: held, 0, 1).count_job, args=(0.1,))
-    counting.start()
-    counting.join(20.0)
-    hangs = counting.is_alive()
-    ended.set()
-    assert not hangs
 
 
 def test_a_rank_that_has_counted_fewer_jobs_joins_the_newest_one() -> None:
