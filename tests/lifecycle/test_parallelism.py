@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import worlds
-from helpers.fault_job import FAR, PATIENCE, Job, base_store
+from helpers.fault_job import FAR, PATIENCE, Job, base_store, eventually
 from helpers.sampling import sampled
 
 import reloadpg
@@ -149,6 +149,31 @@ def test_each_abandoned_creation_is_named_once(rank: int) -> None:
     for k, text in enumerate(named):
         assert f"<ReloadableProcessGroup '{k + 1}'" in text
         assert text.count("ReloadableProcessGroup") == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_thread_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reload has raised: a group that is created later is dropped."""
+    job = Job("sim", subgroups=[(0, 1)] * 2, parallelism=2)
+    reloadpg.offload()
+    first = simulated.inject(simulated.Fault("create", "stall", group="1@*"))
+    start, begun = threading.Thread.start, list[str]()
+
+    def limited(thread: threading.Thread) -> None:
+        begun.append(thread.name)
+        if begun.count("reloadpg-reload") == 4:  # the operation, WORLD, and two groups
+            assert first.wait_fired(60)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(reloadpg.ReloadpgError, match="start a thread"):
+        reloadpg.reload()
+    simulated.clear_faults()
+    assert eventually(lambda: reloadpg.status().unfinished == ())
+    assert {group.state for group in reloadpg.status().groups} == {"failed"}
+    reloadpg.reload()
+    job.assert_live()
 
 
 @pytest.mark.ranks(2)
