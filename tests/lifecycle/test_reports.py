@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from helpers.fault_job import HELD, Job, fail
 
 import reloadpg
+from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.callbacks import publish
 from reloadpg.reports import GroupReport, Report, Span
 
@@ -40,6 +42,8 @@ def test_reports_of_operations_that_complete_and_of_one_that_fails(rank: int) ->
         return [group.memory_bytes for group in reloadpg.status().groups]
 
     assert memory_of_groups() == [HELD]
+    with registry.lock, ThreadPoolExecutor() as other:  # as where an operation begins
+        assert other.submit(memory_of_groups).result() == [None]
     reloadpg.on_offload(lambda: within.append(memory_of_groups()))
     removes = [
         reloadpg.on_report(lambda _: fail()),
