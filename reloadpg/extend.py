@@ -20,6 +20,7 @@ only with a note in the changelog.
 
 from __future__ import annotations
 
+from .c10d.memory import add_source as add_source
 from .groups.managed import ManagedGroup as ManagedGroup
 from .groups.offloaded import GroupState as GroupState
 from .groups.proxy import managed as managed
@@ -38,7 +39,6 @@ from .lifecycle.connect import Connect as Connect
 from .lifecycle.connect import check_group as check_group
 from .lifecycle.connect import validate as validate
 from .lifecycle.job import jobs
-from .lifecycle.memory import add_source as add_source
 from .lifecycle.offload import release as release
 from .lifecycle.operation import Operation as Operation
 from .lifecycle.pending import Pending as Pending

@@ -147,7 +147,7 @@ class Report:
             ranks.
         total_ms: wall time of the whole call, in milliseconds.
         note: why nothing was done, if nothing was done.
-        memory: bytes in use ``before`` and ``after``, by source; see ``reloadpg.lifecycle.memory``.
+        memory: bytes in use ``before`` and ``after``, by source; see ``reloadpg.c10d.memory``.
             ``released_bytes`` is from the first source, except ``rss``.
         warnings: reasons why memory is not free, as text; also what other code holds of a
             generation that has ended, and communicators that are still being destroyed.
@@ -369,7 +369,7 @@ class Status:
         cycles: number of completed offloads, of any set.
         options: the options of ``install``.
         groups: the reloadable groups, WORLD first.
-        memory: bytes in use now by source; see ``reloadpg.lifecycle.memory``.
+        memory: bytes in use now by source; see ``reloadpg.c10d.memory``.
         foreign: patched names that other code has changed since, with their current value.
         last_error: the error that the last operation raised; empty if it raised none.
         unmanaged: the groups that are selected but not reloadable, by name, with the reason. They

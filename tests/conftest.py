@@ -37,13 +37,13 @@ REWRITTEN = (
 pytest.register_assert_rewrite(*REWRITTEN)
 
 ONE_WORLD = (
+    "c10d/test_memory",
     "groups/test_creation",
     "groups/test_dispatch",
     "groups/test_patches",
     "groups/test_selection",
     "lifecycle/test_autoinstall",
     "lifecycle/test_callbacks",
-    "lifecycle/test_memory",
     "lifecycle/test_recoverable",
     "rendezvous/test_plan",
     "rendezvous/test_round",

@@ -6,14 +6,13 @@ from operator import itemgetter
 from typing import Literal, overload
 
 from ..c10d import backends as c10d_backends
-from ..c10d import devices, nccl
+from ..c10d import devices, memory, nccl
 from ..c10d.nccl import release_cautions
 from ..groups.borrowed import forget
 from ..groups.managed import ManagedGroup
 from ..groups.sets import named_sets
 from ..reports import Report
 from ..settings import as_flag
-from . import memory
 from .callbacks import Callback, callbacks
 from .destroy import Releases
 from .job import Job

@@ -17,7 +17,7 @@ from itertools import groupby
 
 from torch.distributed import ProcessGroup
 
-from ..c10d import devices, nccl
+from ..c10d import devices, memory, nccl
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
 from ..groups.borrowed import borrowed
 from ..groups.creation import HANDED_OVER
@@ -31,7 +31,6 @@ from ..rendezvous.round import Interrupted, Round
 from ..reports import GroupReport, OperationStatus, RankFault, Report, Span
 from ..settings import IS_OFF
 from ..threads import CancelToken, Deadline, Task
-from . import memory
 from .callbacks import Callback, callbacks
 from .destroy import abort
 from .job import Job, Unfinished, jobs

@@ -7,14 +7,13 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from ..c10d import tables
+from ..c10d import memory, tables
 from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, SetStatus, Status
-from . import memory
 from .job import Job, jobs
 
 

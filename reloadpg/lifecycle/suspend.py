@@ -18,14 +18,13 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from ..c10d import backends as c10d_backends
-from ..c10d import devices, nccl
+from ..c10d import devices, memory, nccl
 from ..errors import BorrowedError, InsufficientMemoryError
 from ..groups.borrowed import borrowed, is_of
 from ..groups.creation import Construction
 from ..groups.managed import ManagedGroup
 from ..texts import counted, mebibytes
 from ..threads import CancelToken
-from . import memory
 from .callbacks import callbacks
 from .job import Job
 

@@ -48,9 +48,8 @@ from torch.distributed import (
     Store,
 )
 
-from reloadpg.c10d import backends, stores, tables
+from reloadpg.c10d import backends, memory, stores, tables
 from reloadpg.groups import dispatch
-from reloadpg.lifecycle import memory
 from reloadpg.rendezvous.round import barrier_hooks
 from reloadpg.threads import LibraryThread
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import reloadpg
-from reloadpg.lifecycle import memory
+from reloadpg.c10d import memory
 from reloadpg.testing import simulated
 
 GROUPS = 3

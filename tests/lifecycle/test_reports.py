@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from helpers.fault_job import HELD, Job, fail
@@ -135,3 +136,46 @@ def test_computed_figures_of_a_report() -> None:
     assert (on_cpu.released_bytes, on_cpu.memory_source) == (None, "")
     reload = replace(offload, operation="reload")
     assert reload.restored_bytes == -(3 << 20)
+
+
+REPORT = Report(
+    operation="offload",
+    changed=True,
+    generation=3,
+    groups=(
+        GroupReport("1", "dp", "nccl", 2, "recreate", 2.0, "old", 100),
+        GroupReport("2", "tp", "nccl", 2, "skip", 0.5),
+        GroupReport("3", "pp", "nccl", 2, "suspend", 0.5, pinned_bytes=1 << 20),
+    ),
+    spans=(
+        Span("device", 1.0, 5.0),
+        Span("wait.enter", 6.0, 4.0),
+        Span("wait.enter", 10.0, 1.0),
+        Span("groups", 11.0, 2.5),
+    ),
+    total_ms=20.0,
+    memory={"before": {"device": 500, "rss": 50}, "after": {"device": 380, "rss": 90}},
+    warnings=("w",),
+)
+
+
+def test_values_of_a_report() -> None:
+    """``to_dict`` is flat and scalar; ``asdict`` has all fields, and converts to JSON."""
+    flat = REPORT.to_dict()
+    assert flat["offload/total_ms"] == 20.0
+    assert flat["offload/wait.enter_ms"] == 5.0
+    assert flat["offload/released_bytes"] == 120
+    assert flat["offload/pinned_bytes"] == 1 << 20
+    assert flat["offload/groups"] == 3
+    assert flat["offload/wait_ms"] == 5.0
+    assert flat["offload/failed"] is False
+    assert "offload/restored_bytes" not in flat
+    assert all(isinstance(value, (int, float, str)) for value in flat.values())
+    of_a_set = replace(REPORT, sets="engine").to_dict()
+    assert of_a_set == {f"offload/engine{key[7:]}": value for key, value in flat.items()}
+    details = json.loads(json.dumps(asdict(REPORT)))
+    assert details["groups"][0]["reason"] == "old"
+    assert details["memory"]["after"]["rss"] == 90
+    assert REPORT.memory_source == "device"
+    assert "1.0 MiB pinned on the host" in str(REPORT)
+    assert details["warnings"] == ["w"]

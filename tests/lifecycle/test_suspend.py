@@ -11,7 +11,7 @@ from helpers import worlds
 from helpers.fault_job import Job, reasons
 
 import reloadpg
-from reloadpg.lifecycle import memory
+from reloadpg.c10d import memory
 from reloadpg.lifecycle.job import jobs
 
 pytestmark = pytest.mark.matrix

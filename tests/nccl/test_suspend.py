@@ -19,8 +19,7 @@ from helpers.nccl_job import CAN_SUSPEND, MIB, on_engines
 
 import reloadpg
 from reloadpg.c10d import backends as c10d_backends
-from reloadpg.c10d import nccl
-from reloadpg.lifecycle import memory
+from reloadpg.c10d import memory, nccl
 from reloadpg.testing import standins
 
 pytestmark = [

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ..c10d import devices
+from . import devices
 
 logger = logging.getLogger("reloadpg")
 
