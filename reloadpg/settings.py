@@ -14,7 +14,7 @@ Others:
 
 ==========================  ======================================================================
 ``RELOADPG``                ``off``: ``install`` and all operations do nothing in this process
-``RELOADPG_AUTOINSTALL``    whether ``import torch`` installs: :mod:`reloadpg.lifecycle.autoinstall`
+``RELOADPG_AUTOINSTALL``    whether ``import torch`` installs, with these defaults
 ``RELOADPG_GRACE_S``        seconds within which ranks must respond after a failure; a rank that
                             responds later is named as missing. Default: 1.5
 ``RELOADPG_LOG_WAIT_S``     seconds of a wait for other ranks before the first message; later ones

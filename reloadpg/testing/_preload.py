@@ -41,7 +41,6 @@ def import_all(names: Iterable[str]) -> None:
 import_all(("torch.distributed", "reloadpg.testing.ranks", "reloadpg.testing.simulated"))
 with contextlib.suppress(Exception):
     import reloadpg
-    from reloadpg.lifecycle.autoinstall import activate  # noqa: F401
 
     for module in (reloadpg, reloadpg.recovery):
         for public in module.__all__:

@@ -346,9 +346,13 @@ def _prepare(job: RunSpec, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     tempfile.tempdir = None  # read TMPDIR again
     if "torch" in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
-        from ..lifecycle import autoinstall
+        from ..settings import autoinstall_requested, refuse_unknown_variables
 
-        autoinstall.activate()  # as torch does at its import
+        refuse_unknown_variables(os.environ, "autoinstall")
+        if autoinstall_requested(os.environ):  # as torch does at its import
+            from .. import install
+
+            install()
 
 
 def _call(job: RunSpec, rank: int) -> bytes:

@@ -20,7 +20,7 @@ from helpers.launching import distribution
 from helpers.sampling import sampled
 
 import reloadpg
-from reloadpg.lifecycle import autoinstall
+from reloadpg.lifecycle import install
 
 PACKAGE = Path(reloadpg.__file__).parent
 ENTRY_POINT = ("torch.backends", "reloadpg", "_reloadpg_activation:activate")
@@ -348,6 +348,6 @@ def test_the_defaults_are_those_of_install(value):
 
 def test_ctrl_c_during_import_torch_ends_the_program(environment):
     environment.setenv("RELOADPG_AUTOINSTALL", "1")
-    environment.setattr(autoinstall, "activate", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    environment.setattr(install, "install", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         activate()

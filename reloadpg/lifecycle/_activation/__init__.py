@@ -1,5 +1,9 @@
 """Entry point that ``import torch`` calls; harmless if reloadpg cannot be imported.
 
+It is in the group ``torch.backends``, of which ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables all
+entry points. Child processes inherit the variables: a spawned process installs for itself, and a
+forked one has the parent's patches.
+
 Installed as the top-level package ``_reloadpg_activation``, so that importing it imports nothing
 of reloadpg. Otherwise a partly installed package, or another ``reloadpg.py`` that comes first on
 the path, would make ``import torch`` fail.
@@ -17,10 +21,12 @@ _STANDINS = "RELOADPG_STANDIN_JOB"
 
 
 def activate() -> None:
-    """Install reloadpg if ``RELOADPG_AUTOINSTALL`` requests it; see ``lifecycle.autoinstall``.
+    """Install reloadpg if ``RELOADPG_AUTOINSTALL`` requests it, as a call without options does.
 
-    Processes that use ``testing.standins`` activate these first. ``autoinstall`` also handles
-    misspelt names of the variable. Local; idempotent; raises only ``KeyboardInterrupt``.
+    Do not assume that reloadpg is installed because the variable is set: an error is one line on
+    stderr, so that ``import torch`` cannot fail. Call ``reloadpg.is_installed()``. A misspelt name
+    of the variable is an error, too. Processes that use ``testing.standins`` activate these first.
+    Local; idempotent; raises only ``KeyboardInterrupt``.
     """
     if _STANDINS in os.environ:
         with _reported("the stand-ins for CUDA and NCCL are not activated", _STANDINS):
@@ -32,9 +38,13 @@ def activate() -> None:
     if not value.strip() and not nearly:
         return
     with _reported("not installed", _SWITCH):
-        from reloadpg.lifecycle.autoinstall import activate as activate_reloadpg
+        from reloadpg.settings import autoinstall_requested, refuse_unknown_variables
 
-        activate_reloadpg()
+        refuse_unknown_variables(os.environ, "autoinstall")
+        if autoinstall_requested(os.environ):
+            from reloadpg.lifecycle.install import install
+
+            install()
 
 
 @contextmanager
