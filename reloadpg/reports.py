@@ -277,7 +277,6 @@ class GroupStatus:
         last_error: why it failed; empty if it did not.
         strategy: strategy of the last release; empty before the first one.
         memory_bytes: bytes that its communicator reports; None if its backend reports none.
-        cycles: number of offloads.
     """
 
     name: str
@@ -290,7 +289,6 @@ class GroupStatus:
     last_error: str = ""
     strategy: str = ""
     memory_bytes: int | None = None
-    cycles: int = 0
     set: str = "trainer"
 
 
@@ -366,7 +364,6 @@ class Status:
         rank, world_size: in the default group, None before it exists.
         state: ``live``, ``offloaded`` or ``failed``: the worst state of the groups.
         generation: number of completed reloads of the job, of any set. A recovery counts as one.
-        cycles: number of completed offloads, of any set.
         options: the options of ``install``.
         groups: the reloadable groups, WORLD first.
         memory: bytes in use now by source; see ``reloadpg.c10d.memory``.
@@ -389,7 +386,6 @@ class Status:
     world_size: int | None
     state: str
     generation: int
-    cycles: int
     options: Mapping[str, Any]
     groups: tuple[GroupStatus, ...]
     memory: Mapping[str, int] = field(default_factory=dict)

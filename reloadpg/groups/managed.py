@@ -43,7 +43,6 @@ class History:
     held_bytes: int | None = None
     suspended_bytes: int = 0
     reason: str = ""
-    cycles: int = 0
 
 
 class ManagedGroup:

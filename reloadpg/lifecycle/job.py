@@ -68,7 +68,6 @@ class Job:
         sets: the states of the sets. Blocks refer to these and not to the job, whose store ends
             with the default group.
         generation: number of completed reloads, of any set.
-        cycles: number of completed offloads, of any set.
         unfinished: communicators that are not gone yet.
         creation_stores: clients of the store by the number of the creating thread that uses each.
         dumps: the thread that writes the flight recorder's dumps; None while torch does.
@@ -79,7 +78,6 @@ class Job:
     rendezvous: Rendezvous
     sets: defaultdict[str, SetState] = field(default_factory=lambda: defaultdict(SetState))
     generation: int = 0
-    cycles: int = 0
     unfinished: list[Unfinished] = field(default_factory=list)
     creation_stores: dict[int, Store] = field(default_factory=dict)
     dumps: DumpWatch | None = None

@@ -330,7 +330,6 @@ class Operation:
             return
         self.committed, job = True, self._known
         if self.name == "offload":
-            job.cycles += self.changes
             for state in self.states:
                 state.offloaded = True
             for group in self.groups:
@@ -575,7 +574,6 @@ class Operation:
 
     def _group_report(self, group: ManagedGroup, ms: float) -> GroupReport:
         history, offloads = group.history, self.name == "offload"
-        history.cycles += offloads
         return GroupReport(
             name=group.name,
             desc=group.desc,

@@ -49,7 +49,6 @@ def _status(asks: bool) -> Status:
         world_size=world.size() if world is not None else None,
         state=_worst(shown),
         generation=job.generation if job else 0,
-        cycles=job.cycles if job else 0,
         options=options.settings() if options else {},
         groups=shown,
         memory=memory.in_use(),
@@ -116,7 +115,6 @@ def _group_status(group: ManagedGroup, asks: bool) -> GroupStatus:
         group.last_error,
         history.strategy,
         None if stats is None else _held(stats),
-        history.cycles,
         group.set_name,
     )
 

@@ -2,7 +2,7 @@
 
 Run by torchrun: ``hybrid_job.py FOLDER CASE ORDER``. The folder holds a model and a tokenizer. Each
 iteration generates, trains on the samples, and passes the weights on to the engine. Rank 0 prints
-one line of JSON: a hash of all tokens, a hash of the trained weights, and the groups' cycles.
+one line of JSON: a hash of all tokens, a hash of the trained weights, and the groups' sets.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ def main(folder, case, order):
         tokens.update(json.dumps(samples).encode())
         train(model, optimizer, samples)
     reloadpg.reload() if case != "plain" else None
-    sets = [(one.set, one.cycles) for one in reloadpg.status().groups]
+    sets = {one.set for one in reloadpg.status().groups}
     result = {
         "tokens": tokens.hexdigest(),
         "weights": hash_of(gathered(model)),
         "states": states,
-        "groups": sorted(set(sets)),
+        "sets": sorted(sets),
     }
     if rank == 0:
         print("RESULT " + json.dumps(result), flush=True)

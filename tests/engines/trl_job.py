@@ -111,7 +111,7 @@ def main(folder, case, parallel):
         "weights": trained.hexdigest(),
         "calls": calls,
         "cycles": 0 if case == "plain" else handle.cycles,
-        "groups": sorted({(one.set, one.cycles) for one in reloadpg.status().groups}),
+        "sets": sorted({one.set for one in reloadpg.status().groups}),
         "versions": [trl.__version__, vllm.__version__],
     }
     if case != "plain":

@@ -310,10 +310,7 @@ def test_repeated_and_early_calls_do_nothing(rank):
     assert pair._managed.communicator is inner
     del inner
     assert _did(*(reloadpg.offload() for _ in range(3))) == [True, False, False]
-    assert (reloadpg.status().state, pair.state, reloadpg.status().cycles) == (
-        *("offloaded", "offloaded"),
-        1,
-    )
+    assert (reloadpg.status().state, pair.state) == ("offloaded", "offloaded")
     assert _did(reloadpg.reload(), reloadpg.reload()) == [True, False]
     assert (pair.generation, summed(pair, rank), summed(None, rank)) == (1, 3, 3)
     dist.destroy_process_group()

@@ -48,7 +48,7 @@ def test_the_outermost_block_reloads(raising):
     reloadpg.offload()
     with reloadpg.offloaded():
         pass
-    assert (_state(), reloadpg.status().cycles, len(called)) == ("live", 3, 3)
+    assert (_state(), reloadpg.status().generation, len(called)) == ("live", 3, 3)
 
 
 def _listens(port):

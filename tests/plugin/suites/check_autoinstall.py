@@ -15,7 +15,7 @@ OWN = {"RELOADPG_AUTOINSTALL": "1", "RELOADPG_BACKENDS": "gloo"}
 @pytest.mark.reload_each_phase
 def test_phases():
     dist.all_reduce(torch.ones(1))
-    assert not reloadpg.is_installed() or reloadpg.status().cycles == 1
+    assert not reloadpg.is_installed() or reloadpg.status().generation == 1
 
 
 @pytest.mark.ranks(1, backend="gloo")

@@ -234,8 +234,7 @@ def test_body_failure_with_a_leak(assert_no_group_leaks):
 def check_cycles(count):
     """In the run with reloads there was this number of them; the other one has no library."""
     if reloadpg.is_installed():
-        status = reloadpg.status()
-        assert (status.cycles, status.generation) == (count, count)
+        assert reloadpg.status().generation == count
 
 
 @pytest.mark.ranks(2, backend="gloo")
