@@ -163,21 +163,6 @@ def nccl_is_concerned(backends: Collection[str] | None) -> bool:
     return any(name.startswith("nccl") for name in backends)
 
 
-def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Say which settings make the release of an NCCL communicator unsafe, and what to do.
-
-    By ``ProcessGroupNCCL.cpp`` of torch 2.8 to 2.15: with the allocator's hook, each new segment of
-    memory is registered with every communicator in a table that ``shutdown()`` does not clear.
-    """
-    if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") in ("", "0"):
-        return []
-    return [
-        "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps registering memory with "
-        "communicators that were released, and freeing memory can then raise an error; unset it, "
-        "or deregister memory pools in on_offload() and register them in on_reload()"
-    ]
-
-
 # -- NCCL's own functions: suspend and resume, and group calls around torch's calls -------------
 
 

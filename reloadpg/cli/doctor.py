@@ -197,12 +197,17 @@ def check_device() -> Findings:
 
 def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
     """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
-    from ..c10d.nccl import release_cautions
-
     found = partial(Finding, "nccl settings")
-    for caution in release_cautions(environ):
-        setting, _, remedy = caution.partition("; ")
-        yield found("warning", setting, remedy)
+    hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+    if environ.get(hook, "0") not in ("", "0"):
+        # Each new segment of memory is registered with every communicator in a table that
+        # shutdown() does not clear (ProcessGroupNCCL.cpp of torch 2.8 to 2.15).
+        what = (
+            f"{hook} is set: torch keeps registering memory with communicators that were released, "
+            "and freeing memory can then raise an error"
+        )
+        pools = "deregister memory pools in on_offload() and register them in on_reload()"
+        yield found("warning", what, f"unset it, or {pools}")
     saver = "torch_memory_saver"
     graphs = environ.get("NCCL_GRAPH_REGISTER", "")
     if (saver in sys.modules or saver in environ.get("LD_PRELOAD", "")) and graphs != "0":

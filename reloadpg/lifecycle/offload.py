@@ -7,7 +7,6 @@ from typing import Literal, overload
 
 from ..c10d import backends as c10d_backends
 from ..c10d import devices, memory, nccl
-from ..c10d.nccl import release_cautions
 from ..groups.borrowed import forget
 from ..groups.managed import ManagedGroup
 from ..groups.sets import named_sets
@@ -101,8 +100,6 @@ def release(op: Operation, job: Job) -> None:
     op.warnings += choose(live, suspends=suspends, obstacle=obstacle)
     # From here on, groups change: the operation completes, or sets them all to failed.
     recreated = [] if suspends else live
-    if any(b.startswith("nccl") for g in recreated for b in g.construction.released.values()):
-        op.warnings += release_cautions()
     suspended = [group for group in live if group.history.strategy == "suspend"]
     if op.may_suspend:
         held = memory.in_use()

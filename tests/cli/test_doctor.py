@@ -216,6 +216,9 @@ def test_the_settings_of_nccl_are_named(monkeypatch):
     assert warning.startswith("NCCL_GRAPH_REGISTER=1: with torch_memory_saver, graphs")
     environ["NCCL_GRAPH_REGISTER"] = "0"
     assert not of(diagnose(environ=environ), "nccl settings", "warning")
+    environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "1"
+    (warning,) = of(diagnose(environ=environ), "nccl settings", "warning")
+    assert warning.startswith("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps")
 
 
 def test_the_launcher_is_named_with_its_missing_variables():

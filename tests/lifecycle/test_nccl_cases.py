@@ -1,47 +1,16 @@
-"""Settings, store keys and errors of NCCL, without NCCL."""
+"""Store keys and errors of NCCL, without NCCL."""
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers import worlds
 
-import reloadpg
 from reloadpg.c10d import stores
 from reloadpg.groups.creation import WORLD_ORDER, Call, Construction
 from reloadpg.lifecycle.recreate import spent_keys
-
-HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
-
-
-def _like_nccl(store, rank, size, timeout):
-    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-
-
-@pytest.mark.skipif(worlds.BOUND, reason="a group of this backend cannot be bound to a device")
-@pytest.mark.ranks(2, env={HOOK: "1"})
-@pytest.mark.parametrize("backend", ["ncclx", "gloo"])
-def test_a_report_names_a_setting_that_makes_a_release_unsafe(backend: str) -> None:
-    """With backends of NCCL only."""
-    dist.Backend.register_backend("ncclx", _like_nccl, devices=["cpu"])
-    reloadpg.install(backends={backend}, timeout=timedelta(seconds=30))
-    worlds.init(backend)
-    first = reloadpg.offload().warnings
-    reloadpg.reload()
-    del os.environ[HOOK]
-    then = reloadpg.offload().warnings
-    assert then == ()
-    if backend == "gloo":
-        assert first == ()
-        return
-    (hook,) = first
-    assert hook.startswith(f"{HOOK} is set: ")
-    assert "on_offload" in hook
 
 
 @pytest.mark.parametrize(
