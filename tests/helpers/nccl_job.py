@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import reloadpg
 from helpers.fault_job import eventually, meet
+from reloadpg.lifecycle.job import jobs
 from reloadpg.testing import standins
 
 CAN_SUSPEND = hasattr(torch._C._distributed_c10d.Backend, "suspend")
@@ -122,11 +123,13 @@ def held() -> Held:
             names.append((task / "comm").read_text().strip())
         except OSError:  # the thread has ended
             continue
+    # A creating thread connects its store client when it first takes a group, and keeps it.
+    kept = jobs.known.creation_stores if jobs.known is not None else {}
     return Held(
         standins.communicators(),
         used() - (torch.cuda.memory_reserved() + standins.left_bytes()) // MIB,
         sum(name != "standin-stream" for name in names),  # these end when they are idle
-        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/fd")) - len(kept),
     )
 
 
