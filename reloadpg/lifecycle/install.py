@@ -271,11 +271,7 @@ def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
             f"without {names}; nothing was installed. Install earlier, or set these variables "
             "before the process starts."
         )
-    variables = {name: (value, os.environ.get(name)) for name, value in missing.items()}
-    for name, (value, before) in variables.items():
-        if before:
-            logger.info("install(recoverable=True): %s=%s, not torchrun's %s", name, value, before)
-    return variables
+    return {name: (value, os.environ.get(name)) for name, value in missing.items()}
 
 
 def _unset_variables() -> None:
