@@ -70,7 +70,6 @@ os.register_at_fork(after_in_child=callbacks.after_fork)
 def on_offload(
     callback: Callable[..., object],
     *,
-    name: str = "",
     sets: Iterable[str] | str | None = None,
     group: ProcessGroup | None = None,
     package: str = "",
@@ -93,7 +92,6 @@ def on_offload(
 
     Args:
         callback: the function to call.
-        name: name for messages; by default the callback's name.
         sets: call it only for offloads of this set, or of one of these; None for all.
         group: call it only when the communicator of this group ends, on each member. A group that
             is not reloadable keeps its communicator.
@@ -107,13 +105,12 @@ def on_offload(
     Raises:
         InvalidOptionError: an argument cannot be used; nothing was registered.
     """
-    return _register(callbacks.offload, callback, "on_offload", name, sets, group, package)
+    return _register(callbacks.offload, callback, "on_offload", sets, group, package)
 
 
 def on_reload(
     callback: Callable[..., object],
     *,
-    name: str = "",
     before: bool = False,
     sets: Iterable[str] | str | None = None,
     group: ProcessGroup | None = None,
@@ -139,7 +136,7 @@ def on_reload(
             "registered. Leave out before or group."
         )
     due = callbacks.before_reload if before else callbacks.reload
-    return _register(due, callback, "on_reload", name, sets, group, package)
+    return _register(due, callback, "on_reload", sets, group, package)
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
@@ -168,13 +165,12 @@ def _register(
     registered: list[Callback],
     callback: Callable[..., object],
     where: str,
-    name: str,
     sets: Iterable[str] | str | None,
     group: ProcessGroup | None,
     package: str,
 ) -> Callable[[], None]:
     _check(callback, where)
-    name = name or getattr(callback, "__qualname__", repr(callback))
+    name = getattr(callback, "__qualname__", repr(callback))
     named = named_sets(() if sets is None else sets, where)
     if group is None:
         return register(registered, Callback(name, callback, named))

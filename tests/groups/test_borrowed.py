@@ -161,15 +161,17 @@ def test_a_callback_that_raises_is_named_and_nothing_is_changed(rank: int) -> No
         return run
 
     if rank == 0:
-        reloadpg.on_offload(call("before"), name="library", group=world)
-        reloadpg.on_reload(call("after"), name="library", group=world)
+        reloadpg.on_offload(call("before"), group=world)
+        reloadpg.on_reload(call("after"), group=world)
     error: Any = reloadpg.ReloadpgError if rank == 0 else reloadpg.PeerFailedError
-    with pytest.raises(error, match=r"callback library for .* raised ValueError: of the library"):
+    with pytest.raises(
+        error, match=r"callback .*call\.<locals>\.run for .* raised ValueError: of the library"
+    ):
         reloadpg.offload()
     assert world.state == "live"
     reloadpg.offload()
     if rank == 0:
-        with pytest.raises(error, match=r"callback library for"):
+        with pytest.raises(error, match=r"callback .*\.run for"):
             reloadpg.reload()
     else:
         reloadpg.reload()

@@ -290,7 +290,7 @@ def interfere(
     that this rank has read its decision.
     """
     if point == "offload.callbacks":
-        remove = reloadpg.on_offload(lambda: (remove(), action()), name="interfering")
+        remove = reloadpg.on_offload(lambda: (remove(), action()))
     elif (event := point.rstrip("0123456789")) in GROUP_EVENTS:
         nth = int(point.removeprefix(event)) + 1
         at, fault = GROUP_EVENTS[event]

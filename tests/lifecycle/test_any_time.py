@@ -62,8 +62,8 @@ def test_the_status_describes_a_running_operation(rank, world, tmp_path):
     def callback():
         inside.append(reloadpg.status().running)
 
-    reloadpg.on_offload(callback, name="ours")
-    reloadpg.on_reload(callback, name="theirs")
+    reloadpg.on_offload(callback)
+    reloadpg.on_reload(callback)
     looker = threading.Thread(target=look)
     if rank == 0:
         looker.start()
@@ -73,10 +73,11 @@ def test_the_status_describes_a_running_operation(rank, world, tmp_path):
     reloadpg.reload()
     at_offload, at_reload = inside
     assert (at_offload.operation, at_offload.phase) == ("offload", "enter")
-    assert (at_offload.waiting, at_offload.doing) == (False, "callback ours")
+    doing = f"callback {callback.__qualname__}"
+    assert (at_offload.waiting, at_offload.doing) == (False, doing)
     assert (at_offload.sequence, at_offload.groups) == (1, 0)
     assert (at_reload.operation, at_reload.phase) == ("reload", "")
-    assert (at_reload.sequence, at_reload.doing) == (2, "callback theirs")
+    assert (at_reload.sequence, at_reload.doing) == (2, doing)
     assert (at_reload.groups_done, at_reload.groups) == (2, 2)
     assert at_offload.started_at <= at_offload.since < at_reload.started_at
     assert reloadpg.status().running is None

@@ -43,7 +43,11 @@ MOMENTS = [
 def test_an_interrupt_before_a_callback_is_told_as_such(rank: int) -> None:
     """The caller waits no more, and the callback is not called, so it is not blamed."""
     Job("gloo", subgroups=([0, 1],), timeout=FAR)
-    reloadpg.on_offload(lambda: None, name="mine")
+
+    def mine() -> None:
+        """Do nothing."""
+
+    reloadpg.on_offload(mine)
 
     def left(call: object) -> None:
         op.interrupt(KeyboardInterrupt())
