@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class Options:
     """The arguments of ``install``; equal ones make a second ``install`` a no-op."""
 
-    selection: Selection
-    strategy: str
-    timeout: timedelta
+    selection: Selection = field(default_factory=Selection)
+    strategy: str = "recreate"
+    timeout: timedelta = timedelta(minutes=5)
     parallelism: int | None = None
     recoverable: bool = False
     borrowed: str = "refuse"

@@ -38,7 +38,7 @@ OBSERVER = "reloadpg.observability.publish"
 """The module whose ``start`` each installation calls; named, since it builds on this package."""
 
 
-_DEFAULTS = {"strategy": "recreate", "timeout": timedelta(minutes=5), "exclude": ()}
+_DEFAULTS = {"strategy": Options.strategy, "timeout": Options.timeout, "exclude": ()}
 """Options of ``install`` where neither it nor the environment gives one."""
 
 

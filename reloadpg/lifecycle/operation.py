@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 from itertools import groupby
 
@@ -24,7 +23,6 @@ from ..groups.creation import HANDED_OVER
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState, UnderWay
 from ..groups.registry import Options, registry
-from ..groups.selection import Selection
 from ..groups.sets import SetState, concerns
 from ..rendezvous.plan import GENERATION, Entry, Plan
 from ..rendezvous.round import Interrupted, Round
@@ -51,9 +49,6 @@ SUSPENDING = ("quiesced", "suspended", "room", "resumed")
 
 TOUCHING = ("suspended", "released", "resumed", "done")
 """The phases in which groups change: if a round ends there, the groups have failed."""
-
-_DEFAULTS = Options(Selection(), "recreate", timedelta(minutes=5))
-"""The options of an operation that does nothing, because the library is off."""
 
 _OUTSIDE = (
     "If its members outside the job have ended, destroy_process_group(group) leaves it out of the "
@@ -110,7 +105,7 @@ class Operation:
                 "reloadpg.install() before the process groups are created."
             )
         self.name = name
-        self.options = registry.options or _DEFAULTS
+        self.options = registry.options or Options()  # it does nothing if the library is off
         if registry.options is not None:
             registry.options.selection.refuse_undeclared(sorted(named), name)
         self.may_suspend = self.options.strategy == "suspend"
