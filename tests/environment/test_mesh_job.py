@@ -25,12 +25,10 @@ def test_a_mesh_works_through_three_reloads(rank: int) -> None:
     Training with FSDP2 and tensor parallelism through reloads is in ``tests/consumers``.
     """
     dims = {"tp": 2, "pp": 2, "dp_shard": -1}
-    with (
-        reloadpg.install(backends={"gloo"}),
-        reloadpg.environment.init_distributed(
-            timeout=1234, init_timeout=60, mesh_dims=dims, seed=3
-        ) as context,
-    ):
+    reloadpg.install(backends={"gloo"})
+    with reloadpg.environment.init_distributed(
+        timeout=1234, init_timeout=60, mesh_dims=dims, seed=3
+    ) as context:
         mesh: Any = context.mesh
         assert torch.initial_seed() == 3 + rank // 4
         assert list(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) == list(SIZES.items())
