@@ -155,7 +155,7 @@ class Operation:
         return self
 
     def enter(self, seconds: float = 0, *, reason: str = "") -> None:
-        """Enter the next operation of the job with all ranks; see :meth:`Rendezvous.open`."""
+        """Enter the next operation of the job with all ranks; see :meth:`Round.enter`."""
         if self._round is None:
             self._before = memory.in_use()
         self._known.last_error = ""
