@@ -285,12 +285,6 @@ def _unset_variables() -> None:
 
 
 def _warn_of_unmanaged() -> None:
-    unmanaged = [group for group, _ in registry.unmanaged()]
-    if unmanaged:
-        warn(
-            f"created before reloadpg.install(): {counted(len(unmanaged), 'process group')} "
-            f"({tables.labels_of(unmanaged)}), which will keep communicators while others are "
-            "offloaded. Install before creating groups."
-        )
-        for text in not_reloadable():  # the report of an offload has it, and the log need not
-            is_new(text)
+    for text in not_reloadable():
+        if is_new(text):  # the report of an offload has it too, and the log need not
+            warn(f"reloadpg.install(): {text}")
