@@ -162,8 +162,7 @@ def _put_in_place(options: Options) -> bool:
     """Apply the patches, unless they are in place; return whether they were applied."""
     refuse_unknown_variables(os.environ, "install")
     if registry.off:
-        if IS_OFF not in registry.warned and is_first_of_host():
-            registry.warned.add(IS_OFF)
+        if is_first_of_host() and is_new(IS_OFF):
             logger.warning("%s: torch is unchanged, and no group is reloadable", IS_OFF)
         return False
     with registry.lock:

@@ -42,7 +42,7 @@ def rebuild(op: Operation, job: Job, connect: Connect) -> None:
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
-    op.over(checked, rebuilds.check, parallelism=1)
+    op.over(checked, lambda group, *_: check_group(group, connect), parallelism=1)
     op.barrier("done")
     op.note = "" if op.reports else "no reloadable group here"
     op.call_reloaded(gone)
@@ -93,10 +93,6 @@ class Rebuilds:
         if self._connect != "none" and not wanted.cancelled and connects_alone(group):
             # In this thread: only it uses the store client of the communicator.
             self._connect_alone(group, wanted)
-
-    def check(self, group: ManagedGroup, *_: object) -> None:
-        """Connect a group by a small all-reduce, and for ``canary`` check its sum."""
-        check_group(group, self._connect)
 
     def _store(self, index: int, group: ManagedGroup) -> Store:
         """The store that a thread uses to create a group. Blocking until connected.
