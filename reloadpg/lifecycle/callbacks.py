@@ -18,7 +18,6 @@ from ..groups.proxy import managed
 from ..groups.registry import registry
 from ..groups.sets import named_sets
 from ..reports import Report
-from ..texts import warn
 
 logger = logging.getLogger("reloadpg")
 
@@ -206,18 +205,13 @@ def register(registered: list[Any], entry: Any) -> Callable[[], None]:
 def publish(report: Report) -> None:
     """Log a report and pass it to the registered callbacks; their errors are logged. Local.
 
-    Each kind of warning is given once: at the program's line if the program can change it there,
-    and otherwise in the log. The exception of a failed operation has the text of its error.
+    Each kind of warning is given once. The exception of a failed operation has the text of its
+    error.
     """
     logger.info("%s", report)
     for warning in report.warnings:
-        first = is_new(warning)
-        if first and warning.startswith("nothing was released"):
-            warn(f"reloadpg.{report.operation}(): {warning}")
-        else:
-            logger.log(
-                logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning
-            )
+        level = logging.WARNING if is_new(warning) else logging.DEBUG
+        logger.log(level, "%s: %s", report.operation, warning)
     for callback in list(callbacks.report):
         try:
             callback(report)
