@@ -70,8 +70,8 @@ def test_each_warning_is_explained() -> None:
     parts = [part for part in parts if len(part) > 10]
     warned = [one for one in warnings_of_the_library() if re.search(r"\w{3}", one)]
     assert len(warned) >= 10
-    variable = "reloadpg.…(): …"  # one line for all that a report says
-    unexplained = [w for w in warned if w != variable and not any(p in w for p in parts)]
+    of_report = "reloadpg.install(): …"
+    unexplained = [w for w in warned if w != of_report and not any(p in w for p in parts)]
     assert unexplained == []
     table = TROUBLESHOOTING.read_text().partition("## Other warnings")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
