@@ -416,10 +416,7 @@ class Rank:
         if decision.kind == "disagree" and decision.text:  # it says which process is not counted
             result = decision.to_json()
         elif count < self.size - len(decision.dead):
-            if not waits:
-                yield Add(key("left"), 1)
-                return decision
-            result = yield from self._until(key("result"))
+            result = (yield from self._until(key("result"))) if waits else decision.to_json()
         if result is None:
             named = _named(decision, _said((yield Read(key("answers")))), self.size)
             result = yield Swap(key("result"), "", named.to_json())

@@ -578,8 +578,13 @@ class Explorer:
         """The worlds after the timeouts of ranks for which nothing else can happen."""
         seats = [self.seats.values[number] for number in world.seats]
         found: list[World] = []
+        answered = {"timeout", "failure"} >= {*self.case.kinds} and not self.case.stays_away
         for rank in waiting:
-            if self.now[world.seats[rank]][0].key.endswith(NAMED):
+            if (key := self.now[world.seats[rank]][0].key).endswith(NAMED):
+                if answered:  # all ranks live, and have given their names
+                    raise Violation(
+                        f"no rank writes {key}, for which rank {rank} waits: {self.show(world)}"
+                    )
                 found += self.answer(world, rank, error("timeout"))
         if found:
             return found

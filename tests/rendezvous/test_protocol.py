@@ -55,6 +55,9 @@ SCENARIOS: dict[str, Scenario] = {
     "three ranks, a timeout and a failure": Scenario(
         (SHORT,) * 3, 2, ("timeout", "failure"), (1, 2), OUTCOMES
     ),
+    "three ranks, names after a timeout": Scenario(
+        (("barrier",),) * 3, 1, ("timeout",), (0, 1, 2), OUTCOMES, states=True
+    ),
     "three ranks, a recovery": Scenario(
         (SHORT, SHORT, ("recover", "end")), 1, FAULTS, (2,), f"{OUTCOMES} recover"
     ),
@@ -131,9 +134,9 @@ MOST = 80_000
 )
 def test_every_world_of_a_scenario_keeps_the_invariants(name: str) -> None:
     """No rank works or returns before all have arrived for the same operation; an operation ends
-    equally on all ranks that know it; no rank hangs; ranks hear of a failure; all end with the same
-    number, and groups in one state; no keys stay; after the last fault a rank raises at most twice.
-    Without a limit.
+    equally on all ranks that know it; no rank hangs, nor waits for names that all have given; ranks
+    hear of a failure; all end with the same number, and groups in one state; no keys stay; after
+    the last fault a rank raises at most twice. Without a limit.
     """
     scenario, found = SCENARIOS[name], Explorer(SCENARIOS[name])
     assert found.explore(ends=name in QUICK) > 100
@@ -205,6 +208,10 @@ MUTATIONS = {
     "keeps its keys": ("        if spent:\n", "        if False:\n"),
     "loses what a rank says": ("text=summary(texts)", "text=''"),
     "counts no speaker": ("share + bool(said)", "share"),
+    "a rank that does not wait is never the last": (
+        "if left >= self.size",
+        "if waits and left >= self.size",
+    ),
     "a reload does not replace the state": (", generation=reconciled(plans)", ""),
     "does not follow to a newer job": ("if newest <= self.job:", "if True:"),
     "does not count the job that it joins": ("newest - counted)", "0)"),
