@@ -48,7 +48,8 @@ class Player:
     """One rank of a job: it performs the commands of its generators on a client."""
 
     def __init__(self, rank: int, size: int, job: int) -> None:
-        self.rank = Rank(rank, size, job)
+        self.rank = Rank(rank, size)
+        self.rank.job = job  # counted before
         self.requests = 0
         self._steps: Steps = self.rank.count()
         self._waits: Await | None = None
