@@ -51,7 +51,8 @@ def next_call(directory: str, rank: int, number: int) -> str:
 
 def hanging_rank(rank: int, size: int, directory: str) -> None:
     """Call the functions of reloadpg that the files ``call-RANK-NUMBER`` name, until killed."""
-    processes.Peers.meet = lambda *_: None  # type: ignore[method-assign]  # as on other hosts
+    # Ranks do not detect dead processes, as if they were on other hosts.
+    processes.Peers.meet = lambda *_: None  # type: ignore[method-assign]
     Path(directory, f"pid-{rank}").write_text(str(os.getpid()))
     reloadpg.install(backends={worlds.BACKEND}, timeout=300.0)
     worlds.init(store=dist.FileStore(f"{directory}/store", size), rank=rank, world_size=size)
