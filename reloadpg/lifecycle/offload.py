@@ -79,6 +79,13 @@ def offload(*sets: str, wait: bool = True) -> Report | Pending:
     return run(op, release, wait=wait)
 
 
+_UNCHANGED = (
+    ". No group was changed on any rank. Remove the cause, then call offload() again on all ranks; "
+    "or call reload() on all ranks, which calls the callbacks of on_reload()."
+)
+"""The state and the remedy after a callback has failed."""
+
+
 def release(op: Operation, job: Job) -> None:
     """The steps of an offload; see :func:`offload`."""
     op.enter()
@@ -130,7 +137,7 @@ def _prepare(
     if due:
         for state in op.states:
             state.owes_callbacks = True  # until the offload is complete
-    op.call(due)
+    op.call(due, _UNCHANGED)
     for group in live if ends else ():
         for package in callbacks.packages_of(group.proxy):  # it has dropped what it has taken
             forget(group, package)

@@ -502,8 +502,11 @@ class Operation:
             return [c for c in registered if not c.group and concerns(c.sets, self.concerned)]
         return [c for g in groups for c in registered if c.group and c.group() is g.proxy]
 
-    def call(self, due: Sequence[Callback]) -> None:
-        """Call user callbacks in the caller's thread; an error names the callback."""
+    def call(self, due: Sequence[Callback], then: str = "") -> None:
+        """Call user callbacks in the caller's thread.
+
+        An error names the callback and ends with ``then``: the state and the remedy.
+        """
         for callback in due:
             with self.step("callbacks", f"callback {callback.name}"):
                 try:
@@ -513,7 +516,7 @@ class Operation:
                 except Exception as cause:
                     raise ReloadpgError(
                         f"{self.name}: callback {callback.name} raised {type(cause).__name__}: "
-                        f"{cause}"
+                        f"{cause}{then}"
                     ) from cause
 
     def call_reloaded(self, groups: Sequence[ManagedGroup]) -> None:

@@ -75,6 +75,13 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
     return run(op, partial(restore, how=connect), wait=wait)
 
 
+_OFFLOADED = (
+    ". The groups are still offloaded on all ranks. Remove the cause, then call reload() again on "
+    "all ranks."
+)
+"""The state and the remedy after a callback has failed."""
+
+
 def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     """The steps of a reload; see :func:`reload`."""
     if how is None:
@@ -82,7 +89,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     op.enter()
     op.await_unfinished()
     if op.changes:
-        op.call(op.due(callbacks.before_reload))
+        op.call(op.due(callbacks.before_reload), _OFFLOADED)
     suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
     if differs := _agree(op, how):
         reason = f"The ranks disagreed on the state: {differs}."

@@ -162,6 +162,27 @@ def test_a_reload_after_an_offload_that_failed_calls_its_callbacks(where: str, r
 
 
 @pytest.mark.ranks(2)
+def test_the_rank_whose_callback_failed_is_told_the_state_and_the_remedy(rank: int) -> None:
+    """As its peers are."""
+    gloo()
+    if rank == 0:
+        reloadpg.on_offload(failing([], "an offload"))
+        reloadpg.on_reload(failing([], "a reload"), before=True)
+    with pytest.raises(reloadpg.ReloadpgError, match="ValueError: of an offload") as failed:
+        reloadpg.offload()
+    assert "then call offload() again on all ranks" in str(failed.value)
+    assert ("No group was changed on any rank." in str(failed.value)) or rank == 1
+    reloadpg.offload()
+    with pytest.raises(reloadpg.ReloadpgError, match="ValueError: of a reload") as failed:
+        reloadpg.reload()
+    assert "then call reload() again on all ranks" in str(failed.value)
+    assert ("The groups are still offloaded on all ranks." in str(failed.value)) or rank == 1
+    assert dist.group.WORLD.state == "offloaded"  # type: ignore[union-attr]
+    reloadpg.reload()
+    assert worlds.summed(dist.group.WORLD, rank) == 3.0
+
+
+@pytest.mark.ranks(2)
 def test_callbacks_of_one_rank_add_no_barrier(rank: int) -> None:
     """An operation has the same barriers on all ranks, whoever has callbacks."""
     gloo()
