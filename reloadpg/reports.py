@@ -406,8 +406,9 @@ class Status:
         return sum(known) if known else None
 
     def __str__(self) -> str:
+        off = "off, by RELOADPG=off" if self.off else "not installed"
         head = (
-            f"reloadpg: {'installed' if self.installed else 'not installed'}, "
+            f"reloadpg: {'installed' if self.installed else off}, "
             f"{'rank ' + str(self.rank) if self.initialized else 'not initialized'}, "
             f"{self.state}, generation {self.generation}, "
             f"{counted(len(self.groups), 'reloadable group')}, {len(self.bypassed_groups)} bypassed"

@@ -121,10 +121,11 @@ def install_options(environ: Mapping[str, str]) -> dict[str, Any]:
         options["strategy"] = text
     for name in (TIMEOUT, GRACE, LOG_WAIT):
         if text := _read(environ, name):
-            value: Any = text
-            with suppress(ValueError):
-                value = float(text)
-            seconds = as_timedelta(value, name, "nothing was installed")
+            try:
+                seconds = as_timedelta(float(text), name)
+            except ValueError:
+                wrong = f"is not a time between one millisecond and {_LONGEST.days} days"
+                raise _invalid(name, text, wrong, "a number of seconds, such as 300") from None
             if name == TIMEOUT:  # the others are read when they are needed
                 options["timeout"] = seconds
     return options

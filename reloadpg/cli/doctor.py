@@ -197,7 +197,7 @@ def check_device() -> Findings:
 
 def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
     """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
-    found = partial(Finding, "nccl settings")
+    found, warned = partial(Finding, "nccl settings"), set[str]()
     hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
     if environ.get(hook, "0") not in ("", "0"):
         # Each new segment of memory is registered with every communicator in a table that
@@ -207,20 +207,20 @@ def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
             "and freeing memory can then raise an error"
         )
         pools = "deregister memory pools in on_offload() and register them in on_reload()"
+        warned.add(hook)
         yield found("warning", what, f"unset it, or {pools}")
-    saver = "torch_memory_saver"
-    graphs = environ.get("NCCL_GRAPH_REGISTER", "")
+    saver, register = "torch_memory_saver", "NCCL_GRAPH_REGISTER"
+    graphs = environ.get(register, "")
     if (saver in sys.modules or saver in environ.get("LD_PRELOAD", "")) and graphs != "0":
-        what = (
-            f"NCCL_GRAPH_REGISTER={graphs}"
-            if graphs
-            else "the environment has no NCCL_GRAPH_REGISTER"
-        )
+        warned.add(register)
+        what = f"{register}={graphs}" if graphs else f"the environment has no {register}"
         what += f": with {saver}, graphs whose buffers NCCL has registered hang (SGLang#40648)"
-        yield found("warning", what, "set NCCL_GRAPH_REGISTER=0 where CUDA graphs are captured")
+        yield found("warning", what, f"set {register}=0 where CUDA graphs are captured")
     prefixes = ("NCCL_", "TORCH_NCCL_")
-    shown = ", ".join(f"{n}={environ[n]}" for n in sorted(environ) if n.startswith(prefixes))
-    yield found("ok", shown or "none are set")
+    others = sorted(name for name in environ if name.startswith(prefixes) and name not in warned)
+    if others or not warned:
+        shown = ", ".join(f"{name}={environ[name]}" for name in others)
+        yield found("ok", shown or "none are set")
 
 
 def _shown(version: tuple[int, ...]) -> str:

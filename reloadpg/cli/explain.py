@@ -148,7 +148,11 @@ def _page(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
     elif result["error"]:
         lines.append(f"The script failed: {result['error']}")
         lines.append("Groups that it would have created later are not shown.")
-        lines.append("Only this rank ran; rank 0 receives least from the others.")
+        if options.rank and groups:
+            lines.append(
+                f"Only rank {options.rank} ran: what it would receive from other ranks is unchanged. "
+                "If the error comes from that, use --rank 0, which receives least."
+            )
     if not result["devices"] and (_OF_DEVICES.search(result["error"]) or not groups):
         lines.append(NO_DEVICE)
     return "\n".join(lines)

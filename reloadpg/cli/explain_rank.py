@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import json
+import logging
 import os
 import runpy
 import signal
@@ -33,6 +34,7 @@ from ..groups.sets import TRAINER, creators
 def play() -> NoReturn:
     """Run the script that the command line of this process names, and end the process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the command
+    logging.getLogger("reloadpg").setLevel(logging.ERROR)  # its warnings are about the fake groups
     given, records = json.loads(sys.argv[1]), open(int(sys.argv[2]), "w")  # noqa: SIM115
     rank = FakeRank(given["backends"], records)
     script, error = given["script"], ""
@@ -46,8 +48,7 @@ def play() -> NoReturn:
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
         traceback.print_exception(raised)
-    if dist.is_initialized() and registry.options is not None:
-        rank.note_world()  # install() takes over one that existed
+    rank.note_world()
     rank.note("end", error=error)
     sys.stdout.flush()
     os._exit(0)  # an exit handler of the script could hang without its peers
@@ -66,8 +67,10 @@ class FakeRank:
         self._device = "cuda" if here is None else here.type
         self._records, self._create = records, dist.new_group
         self._requested = self._world_by = ""
+        self._world_rule: Selection | None = None
         torchs = creation.creator_modules()
         _wrap(torchs, "init_process_group", self._init_process_group)
+        _wrap(torchs, "destroy_process_group", self._destroy_process_group)
         _wrap(torchs, "new_group", self._new_group)
         _wrap(torchs, "split_group", self._split_group)
         _wrap([environment], "init_distributed", self._init_distributed)
@@ -84,12 +87,25 @@ class FakeRank:
         wrapped("fake", store=stores.fake_store(), timeout=given.get("timeout"), **place)
         self._requested = str(given.get("backend") or "undefined").lower()
         self._world_by = next(creators(), "")
-        self.note_world()
-
-    def note_world(self) -> None:
+        self._world_rule = None
         self._note_group(dist.group.WORLD, self._requested, self._world_by)
 
+    def note_world(self) -> None:
+        """Record the default group again if the selection has changed since.
+
+        ``install`` takes over one that exists, and so does ``register_default_process_group`` of
+        :mod:`reloadpg.integrations.slime`.
+        """
+        options = registry.options
+        if dist.is_initialized() and options is not None and self._world_rule != options.selection:
+            self._note_group(dist.group.WORLD, self._requested, self._world_by)
+
+    def _destroy_process_group(self, wrapped: Any, given: dict[str, Any]) -> None:
+        self.note_world()
+        wrapped(**given)
+
     def _new_group(self, wrapped: Any, given: dict[str, Any]) -> Any:
+        self.note_world()  # the script may be ended before its end
         # Options and devices belong to the requested backend.
         kept = {name: given[name] for name in given if name not in ("pg_options", "device_id")}
         group = wrapped(**{**kept, "backend": "fake"})
@@ -120,6 +136,8 @@ class FakeRank:
         name = "WORLD" if is_world else tables.name_of(group)
         if registry.options is not None:
             rule = registry.options.selection
+        if is_world:
+            self._world_rule = rule
         if self._backends is not None:
             rule = replace(rule, backends=self._backends)
         in_set = TRAINER if is_world else rule.set_now()

@@ -23,8 +23,14 @@ def add(subcommands: Any) -> None:
             "CPU kernels. Other kernels (of extensions, cuBLAS, cuDNN) raise an error. Uses of\n"
             "released communicators are reported at the end, with exit code 1."
         ),
-        epilog="Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py\n"
-        "Environment variables that the program's processes read: docs/nccl-without-gpu.md",
+        epilog="Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py\n\n"
+        "Environment variables that the program's processes read (RELOADPG_STANDIN_...):\n"
+        "  DEVICES (8), DEVICE_MIB (81920)   number of devices, and the memory of each\n"
+        "  CONTEXT_MIB (0)   memory that a process takes on a device that it uses\n"
+        "  CONNECT=1         the first collective connects in the call, as NCCL's does\n"
+        "  PEER_ERRORS=1     aborts and ends of peers are noticed, as over sockets\n"
+        "  NVLS=1            the devices support multicast\n"
+        "  LOG=FILE          write every call of NCCL to this file",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -113,6 +113,14 @@ def test_an_invalid_value_of_a_variable_is_a_problem():
     assert problem.endswith("; reloadpg cannot be installed")
 
 
+def test_a_variable_that_is_no_time_is_told_to_be_seconds():
+    """A variable cannot be a timedelta."""
+    diagnosis = diagnose(environ={"RELOADPG_TIMEOUT_S": "abc", "RELOADPG_BACKENDS": "gloo"})
+    (problem,) = [one for one in diagnosis if one.check == "variables"]
+    assert problem.message.startswith("RELOADPG_TIMEOUT_S='abc' is not a time between")
+    assert problem.remedy == "Use a number of seconds, such as 300, or unset it."
+
+
 def test_the_page_has_what_a_bug_report_needs(monkeypatch, capsys):
     """Versions, settings by their prefixes, and findings; nothing else of the environment."""
     finding = Finding("torch", "warning", "what was found", "what to do")
@@ -214,6 +222,9 @@ def test_the_settings_of_nccl_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_memory_saver", types.ModuleType("saver"))
     (warning,) = of(diagnose(environ=environ), "nccl settings", "warning")
     assert warning.startswith("NCCL_GRAPH_REGISTER=1: with torch_memory_saver, graphs")
+    assert not of(diagnose(environ=environ), "nccl settings", "ok")  # each setting has one row
+    others = {**environ, "NCCL_DEBUG": "INFO"}
+    assert of(diagnose(environ=others), "nccl settings", "ok") == ["NCCL_DEBUG=INFO"]
     environ["NCCL_GRAPH_REGISTER"] = "0"
     assert not of(diagnose(environ=environ), "nccl settings", "warning")
     environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "1"

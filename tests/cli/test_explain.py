@@ -1,10 +1,12 @@
 """``explain`` lists the groups that a real job of that size would have."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -115,6 +117,23 @@ def test_nccl_groups_are_explained_by_the_requested_backend(tmp_path):
     assert "does not call reloadpg.install(); shown as if it did" in page
     assert process.returncode == 1
     assert 'raise ValueError("broken on purpose")' in process.stderr
+    assert "Only rank 9 ran" in page
+    assert "use --rank 0, which receives least" in page
+
+
+SLIME = Path(reloadpg.__file__).parents[1] / "examples" / "slime_sequence.py"
+
+
+def test_a_default_group_that_the_script_selects_later_is_reloadable():
+    """slime registers it after its creation, and the example destroys it at its end. The groups of
+    this process are fake: the library does not say that their backend is not selected.
+    """
+    process = command("explain", SLIME, "--world-size", 2, "--timeout", LIMIT)
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"^WORLD +2 +reloadable +gloo ", process.stdout, re.MULTILINE)
+    assert "2 of 2 groups of this rank would be reloadable." in process.stdout
+    assert "fake" not in process.stderr
+    assert "step 1: " in process.stderr
 
 
 @pytest.fixture
@@ -451,6 +470,7 @@ def test_a_script_that_creates_no_group_is_exit_code_1(tmp_path, text, error):
     assert "created no process group" in page
     assert "Groups in other processes that the script starts are not recorded" in page
     assert error in page
+    assert "ran: what it would receive" not in page
 
 
 ENDS_WITH_ITS_COMMAND = """

@@ -64,6 +64,7 @@ def test_every_call_does_nothing(installs: bool, rank: int) -> None:
         assert total(group) == 2.0  # it is not released
     found = reloadpg.status()
     assert (found.off, found.installed, found.groups) == (True, False, ())
+    assert str(found).startswith("reloadpg: off, by RELOADPG=off, rank ")
     reloadpg.uninstall()
     dist.destroy_process_group()
 
