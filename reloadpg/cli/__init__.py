@@ -46,8 +46,8 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand, of this process's command line by default; return the exit code.
 
-    Without arguments it prints the help. The code is 130 after Ctrl-C. ``SystemExit`` is raised if the arguments are invalid (code 2), or help
-    was requested.
+    Without arguments it prints the help. The code is 130 after Ctrl-C. ``SystemExit`` is raised
+    if the arguments are invalid (code 2), or help was requested.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     top, subcommands = parser()

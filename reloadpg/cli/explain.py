@@ -150,7 +150,7 @@ def _page(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
         lines.append("Groups that it would have created later are not shown.")
         if options.rank and groups:
             lines.append(
-                f"Only rank {options.rank} ran: what it would receive from other ranks is unchanged. "
+                f"Only rank {options.rank} ran: what it would receive from others is unchanged. "
                 "If the error comes from that, use --rank 0, which receives least."
             )
     if not result["devices"] and (_OF_DEVICES.search(result["error"]) or not groups):
