@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -205,14 +205,12 @@ class _Supervisor:
         """Wait for all ranks; return whether the time limit was reached first."""
         limit = deadline = self._started + self._job.timeout
         while any(rank.running for rank in self._ranks):
-            failed = any(rank.failed for rank in self._ranks)
-            late = time.monotonic() >= deadline
-            if failed or late or all(rank.returned for rank in self._ranks):
+            if all(rank.returned for rank in self._ranks if rank.running):
                 self._release.close()
-            if late:
-                self._dump_stacks()
+            if time.monotonic() >= deadline:
+                self._stop_hanging()
                 return deadline == limit
-            if failed and self._job.end_on_failure:
+            if self._job.end_on_failure and any(rank.failed for rank in self._ranks):
                 deadline = min(deadline, time.monotonic() + GRACE)
             self._wait(deadline)
         return False
@@ -229,23 +227,35 @@ class _Supervisor:
         for rank in self._ranks:
             rank.look()
 
-    def _dump_stacks(self) -> None:
-        """Make running ranks write their Python stacks; ranks that have returned may exit."""
-        files = []
-        for index, rank in enumerate(self._ranks):
-            if rank.running:
-                os.kill(rank.process.pid or 0, signal.SIGUSR1)
-                files.append(self._job.directory / f"{index}.stack")
-        deadline = time.monotonic() + STACK_LIMIT
+    def _stop_hanging(self) -> None:
+        """Stop the ranks that still run, with their Python stacks; then let the others exit.
+
+        In this order: a rank that waits for one that has returned would see the end of its process
+        and blame that.
+        """
+        running = [rank for rank in self._ranks if rank.running]
+        for rank in running:
+            os.kill(rank.process.pid or 0, signal.SIGUSR1)
+        files = [self._job.directory / f"{self._ranks.index(rank)}.stack" for rank in running]
         before: list[int] = []
-        while time.monotonic() < deadline:
+
+        def written() -> bool:  # a dump has no end mark; it is complete when it no longer grows
+            nonlocal before
+            last, before = before, [file.stat().st_size if file.exists() else 0 for file in files]
+            return all(before) and before == last
+
+        self._wait_until(written)
+        for rank in running:
+            if rank.running and not rank.returned:
+                os.kill(rank.process.pid or 0, signal.SIGSTOP)
+        self._release.close()
+        self._wait_until(lambda: not any(rank.running and rank.returned for rank in self._ranks))
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, at most ``STACK_LIMIT``."""
+        deadline = time.monotonic() + STACK_LIMIT
+        while not condition() and time.monotonic() < deadline:
             self._wait(time.monotonic() + 0.05)
-            # The dump has no end mark; it is complete when it no longer grows.
-            sizes = [file.stat().st_size if file.exists() else 0 for file in files]
-            leaving = any(rank.running and rank.returned for rank in self._ranks)
-            if all(sizes) and sizes == before and not leaving:
-                return
-            before = sizes
 
     def _kill(self) -> list[int]:
         """Kill all descendants; return the ids of remaining children."""

@@ -121,7 +121,7 @@ def run_ranks(
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
     MASTER_PORT, so `torch.distributed.init_process_group("gloo")` works without arguments; gloo
     uses the loopback device only, and each rank computes on one thread. A rank whose function has
-    returned waits until all have returned or one has failed, so that no peer loses a connection.
+    returned stays until the others have ended, so that no peer loses a connection.
     Blocks until every rank has ended. Thread-safe.
     No process of the run remains when the call returns or raises, or when the calling process dies:
     ranks, their children, and descendants in other sessions. If the supervisor of the run is killed

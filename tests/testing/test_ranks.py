@@ -231,6 +231,7 @@ def return_early(rank: int, world_size: int, end: str, folder: str) -> bool:
         return True
     ((pid,),) = reported(folder, 1)
     if rank == 1:
+        Path(folder, "rank 1").write_text(str(os.getpid()))
         while not checked.exists():
             time.sleep(0.01)
         ends = {"return": lambda: True, "die": lambda: os._exit(3)}
@@ -239,12 +240,14 @@ def return_early(rank: int, world_size: int, end: str, folder: str) -> bool:
     stayed = exists(pid)
     checked.touch()
     if end != "return":
-        wait_gone([pid])
+        wait_gone([int(Path(folder, "rank 1").read_text())])
+        time.sleep(0.3)
+        stayed = stayed and exists(pid)
     return stayed
 
 
 @pytest.mark.parametrize("end", ["return", "die"])
-def test_a_rank_that_has_returned_stays_until_all_have_or_one_fails(
+def test_a_rank_that_has_returned_stays_until_the_others_have_ended(
     end: str, tmp_path: Path
 ) -> None:
     """So its connections stay open."""
@@ -408,6 +411,38 @@ def test_hanging_ranks_are_named_with_the_stacks_of_their_threads(tmp_path: Path
     for outcome in outcomes[1:]:
         assert "in wait_in_main" in str(outcome.exception)
         assert "in wait_in_helper" in str(outcome.exception)
+
+
+def offload_alone(rank: int, world_size: int) -> None:
+    """Rank 0 returns without the call. Rank 1 waits for it until the time limit is over."""
+    reloadpg.install(backends={"gloo"}, timeout=LIMIT)
+    distributed.init_process_group("gloo")
+    reloadpg.offload()
+    reloadpg.reload()  # so that the ranks know each other's processes
+    if rank == 1:
+        threading.Thread(target=end_the_run, daemon=True).start()
+        reloadpg.offload()
+
+
+def end_the_run() -> None:
+    from helpers import supervising
+
+    while (running := reloadpg.status().running) is None or not running.waiting:
+        time.sleep(0.01)
+    supervising.await_return()
+    supervising.advance(LIMIT)
+
+
+def test_a_rank_that_waits_for_one_that_has_returned_is_reported_as_waiting() -> None:
+    """The process of the other rank has not ended: nothing says that it died."""
+    with pytest.raises(RanksFailedError, match="the time limit of 280 s; 1 of 2 ranks") as caught:
+        run_ranks(offload_alone, 2, preload=["helpers.supervising"], timeout=LIMIT)
+    returned, waits = caught.value.outcomes
+    assert returned.ok
+    assert not returned.killed
+    assert waits.killed
+    assert "in offload_alone" in str(waits.exception)
+    assert "PeerFailedError" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
