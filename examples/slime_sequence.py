@@ -54,7 +54,7 @@ class Trainer:
 
     def wake_up(self) -> None:
         # torch_memory_saver.resume()
-        reload_process_groups()
+        reload_process_groups()  # connects all groups, so slime's barrier on WORLD can go
 
     def train(self, rollouts: Tensor) -> None:
         gradient = rollouts.mean().reshape(1)

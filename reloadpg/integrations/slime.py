@@ -1,4 +1,4 @@
-"""Replacement for ``utils/reloadable_process_group.py`` of slime and miles.
+"""Replacement for ``utils/reloadable_process_group.py`` of slime, miles, Relax, vime and ROLL.
 
 Only the import changes::
 
@@ -19,7 +19,11 @@ registered (miles never does). Differences from their module:
   a collective on it raises.
 * Gloo groups bypass, also if the default group is registered. Groups of one rank are reloadable.
   Each group has ``group``; that of a group that bypasses is always the group itself.
+* ``reload_process_groups`` connects each communicator on all its ranks. So no barrier on WORLD is
+  needed before a first exchange between some of them.
 * Memory is not checked before a collective: each check asks the device (slime#2269).
+* Relax's arguments are accepted. Sockets need no pause after a destroy, and groups keep their own
+  timeouts, so these arguments are ignored, with a line in the log.
 * On MUSA devices, request the backend ``mccl``: it does not replace ``nccl`` by itself.
 
 Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_new_group_dict``,
@@ -28,6 +32,7 @@ Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_ne
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,6 +67,7 @@ __all__ = [
     "reload_process_groups",
 ]
 
+logger = logging.getLogger("reloadpg")
 
 old_new_group_dict: dict[int, Callable[..., Any]] = {}
 """The unpatched ``torch.distributed.new_group``, by process id."""
@@ -70,13 +76,14 @@ _registered: dict[int, timedelta] = {}
 """Timeouts passed to ``register_default_process_group`` before the patch, by process id."""
 
 
-def monkey_patch_torch_dist(**options: Any) -> None:
+def monkey_patch_torch_dist(args: object = None, /, **options: Any) -> None:
     """Make groups created from now on reloadable; the default group only once it is registered.
 
     Local; call it before the groups are created. Idempotent: an existing installation of reloadpg
     is used unchanged. :func:`reloadpg.uninstall` undoes all of this.
 
     Args:
+        args: the arguments of Relax's program, which ask for a check of memory; not used.
         options: passed to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
             without a GPU. ``world`` is False and ``min_size`` 1 unless given.
     """
@@ -145,26 +152,52 @@ def _select_world() -> bool:
         return True
 
 
-def destroy_process_groups() -> Report | None:
+def destroy_process_groups(post_destroy_delay: float | None = None) -> Report | None:
     """Release the communicators of all groups: :func:`reloadpg.offload`.
 
     Collective over all ranks; blocking, with a timeout; idempotent. Before
     ``monkey_patch_torch_dist`` it does nothing and returns None, for actors that never train.
+
+    Args:
+        post_destroy_delay: Relax's pause until sockets are free; not needed, and ignored.
     """
+    _ignored("destroy_process_groups", post_destroy_delay=post_destroy_delay)
     return offload() if is_installed() else None
 
 
-def reload_process_groups(*, connect: Connect | None = None) -> Report | None:
+def reload_process_groups(
+    timeout_minutes: float | None = None,
+    max_retries: int | None = None,
+    retry_delay: float | None = None,
+    *,
+    connect: Connect = "eager",
+) -> Report | None:
     """Rebuild all groups: :func:`reloadpg.reload`.
 
     Collective over all ranks; blocking, with a timeout; idempotent; may be called again after a
     failure. Before ``monkey_patch_torch_dist`` it does nothing and returns None.
 
     Args:
+        timeout_minutes: Relax's timeout of the rebuilt groups; ignored: each keeps its own.
+        max_retries: Relax's number of attempts; ignored.
+        retry_delay: Relax's pause between attempts; ignored.
         connect: as for :func:`reloadpg.reload`. ``eager`` connects each communicator on all its
-            ranks, so that no barrier is needed before a first exchange between some of them.
+            ranks. With ``none`` a first exchange between some ranks of a group (Megatron's
+            pipelines) waits for the others, which hangs if these first need one of the two.
     """
+    _ignored(
+        "reload_process_groups",
+        timeout_minutes=timeout_minutes,
+        max_retries=max_retries,
+        retry_delay=retry_delay,
+    )
     return reload(connect=connect) if is_installed() else None
+
+
+def _ignored(function: str, **given: object) -> None:
+    """Log the arguments of Relax that have no effect here."""
+    if told := ", ".join(f"{name}={value}" for name, value in given.items() if value is not None):
+        logger.info("%s: ignored: %s", function, told)
 
 
 class _AnyReloadableGroup(type):

@@ -6,9 +6,11 @@ The actors here make the calls of the two frameworks' Megatron actors (``init``,
 
 from __future__ import annotations
 
+import logging.handlers
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +226,30 @@ def test_gloo_groups_and_groups_of_one_rank_are_reloadable_on_request(connect: A
         dist.barrier(group=made["PP"][0])
         assert dist.get_world_size(made["PP"][0]) == 4
         assert sums_right(None, *mine)
+
+
+@pytest.mark.ranks(2)
+def test_the_calls_of_relax_are_accepted() -> None:
+    """Its pauses, timeouts and retries are not needed: a line in the log names them."""
+    handler = logging.handlers.BufferingHandler(capacity=1000)
+    logger = logging.getLogger("reloadpg")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    monkey_patch_torch_dist(SimpleNamespace(enable_cuda_memory_check=True), backends={"gloo"})
+    worlds.init("gloo", timeout=GIVEN)
+    group: Any = dist.new_group([0, 1], timeout=REGISTERED)
+    destroy_process_groups(post_destroy_delay=3600.0)
+    reload_process_groups(30, max_retries=3, retry_delay=3600.0)
+    assert sums_right(group)
+    assert reloadpg.status().groups[-1].timeout_s == REGISTERED.total_seconds()
+    said = [record.getMessage() for record in handler.buffer]
+    assert [line for line in said if "ignored" in line] == [
+        "destroy_process_groups: ignored: post_destroy_delay=3600.0",
+        "reload_process_groups: ignored: timeout_minutes=30, max_retries=3, retry_delay=3600.0",
+    ]
+    ReloadableProcessGroup.destroy_process_groups(post_destroy_delay=0)
+    ReloadableProcessGroup.reload_process_groups()
+    assert sums_right(group)
 
 
 @pytest.mark.ranks(2)
