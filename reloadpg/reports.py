@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -310,13 +310,37 @@ class SetStatus:
 
 @dataclass(frozen=True)
 class BypassedGroup:
-    """A group that the options of ``install`` bypass, with the reason as text."""
+    """A group that the options of ``install`` bypass, with the reason as text.
+
+    Attributes:
+        holds: for a group of one rank, whether it has a communicator that ``install(min_size=1)``
+            would release.
+        memory_bytes: bytes that this communicator reports; None if unknown.
+    """
 
     name: str
     desc: str
     ranks: tuple[int, ...]
     backend: str
     reason: str
+    holds: bool = False
+    memory_bytes: int | None = None
+
+
+def groups_of_one_rank(bypassed: Sequence[BypassedGroup]) -> str:
+    """Say how many bypassed groups of one rank have a communicator; empty if none has."""
+    held = [group for group in bypassed if group.holds]
+    if not held:
+        return ""
+    known = [group.memory_bytes for group in held if group.memory_bytes is not None]
+    memory = f" of {mebibytes(sum(known))}" if known else ""
+    several, first = len(held) > 1, held[0]
+    return (
+        f"{counted(len(held), 'bypassed group')} of one rank "
+        f"{'have communicators' if several else 'has a communicator'}{memory}, first group "
+        f"{first.name!r} ({described(first.desc, first.ranks)}); install(min_size=1) on all ranks "
+        f"makes {'them' if several else 'it'} reloadable"
+    )
 
 
 @dataclass(frozen=True)
@@ -423,6 +447,7 @@ class Status:
             shown = f"{one.name!r} ({described(one.desc, one.ranks)})"
             bypassed.setdefault(one.reason, []).append(shown)
         lines += [f"bypassed: group {', '.join(n)}: {reason}" for reason, n in bypassed.items()]
+        lines += filter(None, [groups_of_one_rank(self.bypassed_groups)])
         if len(self.sets) > 1:
             lines += [f"set {name}: {one.state}" for name, one in self.sets.items()]
         lines += [f"borrowed: {one}" for one in self.borrowed]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, cast
@@ -61,6 +62,23 @@ def labels_of(groups: Sequence[ProcessGroup]) -> str:
     """The labels of the first eight groups, and the number of the others, for messages."""
     more = f" and {len(groups) - 8} more" if len(groups) > 8 else ""
     return ", ".join(map(label_of, groups[:8])) + more
+
+
+def is_of_mesh(group: ProcessGroup) -> bool:
+    """Whether ``device_mesh`` created the group, by the description that it gives."""
+    return desc_of(group).startswith("mesh_")
+
+
+def references() -> Counter[int]:
+    """How many references torch's tables hold to each group, by its id. Local.
+
+    C++ has a table of names, which holds one to each reloadable group.
+    """
+    tables = cast(Any, _c10d._world)
+    holders = map(list, [*_read_by_group(tables), *tables.tags_to_pg.values()])
+    found = Counter(map(id, chain.from_iterable(holders)))
+    found.update(map(id, known_groups()))  # in C++
+    return found
 
 
 def ranks_of(group: ProcessGroup) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from typing import Any
 
 from .. import _TESTED_TORCH
 from ..errors import InvalidOptionError, UnsupportedTorchError
+from ..reports import groups_of_one_rank
 from ..settings import (
     AUTOINSTALL,
     IS_OFF,
@@ -80,6 +81,7 @@ def diagnose(
         ("torch names", check_names),
         ("foreign wrapper", check_wrappers),
         ("launcher", partial(check_launcher, variables)),
+        ("groups", check_groups_of_one_rank),
     ]
     findings = []
     for name, check in checks:
@@ -288,6 +290,16 @@ def check_launcher(environ: Mapping[str, str]) -> Findings:
         f"{found.source}: rank {found.rank} of {found.world_size}, node {found.node_rank} of "
         f"{found.num_nodes}, rendezvous at {found.master_addr}:{found.master_port}",
     )
+
+
+def check_groups_of_one_rank() -> Findings:
+    """Check, inside a program, that no group of one rank keeps its communicator."""
+    if "reloadpg.lifecycle.install" in sys.modules:  # otherwise nothing is installed
+        from .. import status
+
+        what, _, remedy = groups_of_one_rank(status().bypassed_groups).partition("; ")
+        if what:
+            yield Finding("groups", "warning", what, remedy)
 
 
 # -- other patches of the functions that create groups ----------------------------------------

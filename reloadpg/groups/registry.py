@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -135,6 +136,33 @@ class Registry:
     def bypassed(self) -> list[tuple[ProcessGroup, Bypass]]:
         return [(group, bypass) for group, bypass in self._others() if bypass is not None]
 
+    def of_one_rank(self) -> dict[ProcessGroup, tuple[str, ...]]:
+        """The groups that bypass since they have one rank, with the devices of their backends."""
+        if self.options is None or self.options.selection.min_size == 1:
+            return {}
+        smaller = replace(self.options.selection, min_size=1)
+        return {
+            group: smaller.selected(tables.device_backends(group), 1)
+            for group, bypass in self._others()
+            if bypass is not None and group.size() == 1 and bypass_of(group, smaller) is None
+        }
+
+    def dropped(self, held: Collection[ProcessGroup] = ()) -> list[ProcessGroup]:
+        """List the reloadable groups that only torch's tables refer to, and once each of ``held``.
+
+        Local. The program dropped them without destroying them. A mesh finds its groups by name, so
+        they do not count.
+        """
+        groups = [group for group in tables.known_groups() if managed(group) is not None]
+        in_tables = tables.references()
+        in_tables.update(map(id, held))
+        counts = _references([object(), *groups])
+        return [
+            group
+            for group, count in zip(groups, counts[1:], strict=True)
+            if count - counts[0] <= in_tables[id(group)] and not tables.is_of_mesh(group)
+        ]
+
     def _others(self) -> Iterator[tuple[ProcessGroup, Bypass | None]]:
         """Yield the groups that are not managed, with the reason if they bypass."""
         options = self.options
@@ -154,6 +182,11 @@ class Registry:
 
 def _managed_groups() -> list[ManagedGroup]:
     return [record for group in tables.known_groups() if (record := managed(group)) is not None]
+
+
+def _references(things: list[Any]) -> list[int]:
+    """Count the references to each of these objects, that of the list included."""
+    return [sys.getrefcount(thing) for thing in things]
 
 
 def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:

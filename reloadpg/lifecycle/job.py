@@ -71,6 +71,7 @@ class Job:
         unfinished: communicators that are not gone yet.
         creation_stores: clients of the store by the number of the creating thread that uses each.
         dumps: the thread that writes the flight recorder's dumps; None while torch does.
+        warned_of_one_rank: whether a report has warned of bypassed groups of one rank.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
     """
 
@@ -82,6 +83,7 @@ class Job:
     creation_stores: dict[int, Store] = field(default_factory=dict)
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
+    warned_of_one_rank: bool = False
     last_error: str = ""
 
     @property

@@ -26,13 +26,20 @@ from ..groups.registry import Options, registry
 from ..groups.sets import SetState, concerns
 from ..rendezvous.plan import GENERATION, Entry, Plan
 from ..rendezvous.round import Interrupted, Round
-from ..reports import GroupReport, OperationStatus, RankFault, Report, Span
+from ..reports import (
+    GroupReport,
+    OperationStatus,
+    RankFault,
+    Report,
+    Span,
+    groups_of_one_rank,
+)
 from ..settings import IS_OFF
 from ..threads import CancelToken, Deadline, Task
 from .callbacks import Callback, callbacks
 from .destroy import abort
 from .job import Job, Unfinished, jobs
-from .status import not_reloadable, nothing_released
+from .status import bypassed_groups, dropped_groups, not_reloadable, nothing_released
 from .suspend import planned
 
 Action = Callable[[ManagedGroup, CancelToken, int], object]
@@ -594,6 +601,11 @@ class Operation:
             warnings += not_reloadable()
             if registry.options is not None and not registry.managed():
                 warnings += nothing_released(registry.options)
+            if not job.warned_of_one_rank and (text := groups_of_one_rank(bypassed_groups(True))):
+                job.warned_of_one_rank = True
+                warnings.append(text)
+        if self.name == "reload" and self.reports:
+            warnings += dropped_groups(self._planned.values())
         warnings += [f"{entry}: its memory is not free" for entry in unfinished]
         held = borrowed([g for g in registry.managed() if g.set_name in self.chosen])
         warnings += [text for loan in held if (text := loan.consequence)]

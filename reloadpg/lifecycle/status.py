@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from ..c10d import memory, tables
+from ..c10d import backends, memory, nccl, tables
 from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, SetStatus, Status
+from ..texts import counted
 from .job import Job, jobs
 
 
@@ -41,7 +43,6 @@ def _status(asks: bool) -> Status:
     shown = tuple(_group_status(group, asks) for group in groups)
     job = jobs.known
     unfinished = job.unfinished if job else []
-    bypassed = registry.bypassed()
     return Status(
         installed=registry.patches is not None,
         initialized=world is not None,
@@ -56,16 +57,7 @@ def _status(asks: bool) -> Status:
         last_error=job.last_error if job else "",
         unmanaged={tables.name_of(group): reason for group, reason in registry.unmanaged()},
         unfinished=tuple(str(entry) for entry in unfinished if entry.runs()),
-        bypassed_groups=tuple(
-            BypassedGroup(
-                tables.name_of(group),
-                tables.desc_of(group),
-                tables.ranks_of(group),
-                tables.backend_of(group),
-                bypass.reason,
-            )
-            for group, bypass in bypassed
-        ),
+        bypassed_groups=bypassed_groups(asks),
         running=jobs.progress(),
         sets=_sets(job, shown),
         borrowed=borrowed(groups),
@@ -117,6 +109,45 @@ def _group_status(group: ManagedGroup, asks: bool) -> GroupStatus:
         None if stats is None else _held(stats),
         group.set_name,
     )
+
+
+def bypassed_groups(asks: bool) -> tuple[BypassedGroup, ...]:
+    """List the groups that bypass; ``asks``: look at the communicators of those of one rank."""
+    alone = registry.of_one_rank() if asks else {}
+    return tuple(
+        BypassedGroup(
+            tables.name_of(group),
+            tables.desc_of(group),
+            tables.ranks_of(group),
+            tables.backend_of(group),
+            bypass.reason,
+            *_communicator_of(group, alone.get(group, ())),
+        )
+        for group, bypass in registry.bypassed()
+    )
+
+
+def _communicator_of(group: ProcessGroup, selected: Sequence[str]) -> tuple[bool, int | None]:
+    """Whether the group is known to have a communicator, and its bytes. Creates none."""
+    with suppress(Exception):  # an error of a backend must not end the operation
+        live = backends.live_backends(group, selected).values()
+        stats = [backends.memory_stats(backend) for backend in live]
+        if any(stats):
+            return True, sum(_held(one) for one in stats if one)
+        return any(map(nccl.devices_of, live)), None
+    return False, None
+
+
+def dropped_groups(held: Collection[ProcessGroup]) -> list[str]:
+    """Warn of groups that only torch's tables refer to, and the caller's ``held``. Local."""
+    if not (groups := registry.dropped(held)):
+        return []
+    are, them = ("are", "them") if len(groups) > 1 else ("is", "it")
+    return [
+        f"{counted(len(groups), 'group')} {are} referenced by torch's tables alone, and each "
+        f"reload rebuilds {them}: {tables.labels_of(groups)}. Unless the program uses {them} by "
+        "name, call torch.distributed.destroy_process_group(group) before it drops a group"
+    ]
 
 
 def not_reloadable() -> list[str]:

@@ -16,9 +16,11 @@ from helpers.jobs import one_cycle
 from helpers.worlds import CAN_SPLIT, TIMEOUT, start, summed
 from torch._dynamo import distributed as dynamo_distributed
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
 from reloadpg import ReloadableProcessGroup
+from reloadpg.groups.registry import registry
 
 pytestmark = pytest.mark.matrix
 
@@ -336,3 +338,39 @@ def test_a_registered_group_whose_far_end_is_dead_is_destroyed(rank, state):
     if rank == 0:
         dist.all_reduce(torch.ones(1), group=group)
         assert c10d._resolve_process_group("weights") is group
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("world", ["unbound", "bound"])
+def test_groups_that_the_program_dropped_are_counted(rank, world):
+    """A group of an earlier epoch, not one that anything refers to, or a mesh by its name.
+
+    A reload rebuilds them until the program destroys them.
+    """
+    start(world)
+    kept, [by_list] = dist.new_group([0, 1]), [dist.new_group([0, 1])]
+    module = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Linear(1, 1), process_group=dist.new_group([0, 1])
+    )
+    # Torch 2.13 cannot create a group of one rank on a bound gloo world.
+    shape = (1, 2) if world == "unbound" else (2,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    reloadpg.offload()
+    assert reloadpg.reload().warnings == ()
+    for epoch in range(3):
+        group = dist.new_group([0, 1], group_desc=f"epoch {epoch}")
+        assert summed(group, rank) == 3.0
+    for reload in (reloadpg.reload, lambda: reloadpg.reload(wait=False).result()):
+        reloadpg.offload()
+        (text,) = reload().warnings
+        assert text.startswith("2 groups are referenced by torch's tables alone"), text
+        assert "(epoch 0)" in text
+        assert "(epoch 1)" in text
+        assert "(epoch 2)" not in text  # `group`
+    for dropped in registry.dropped():
+        dist.destroy_process_group(dropped)
+    reloadpg.offload()
+    assert reloadpg.reload().warnings == ()
+    del dropped
+    assert {summed(one, rank) for one in (kept, by_list, group, mesh.get_group("tp"))} == {3.0}
+    module(torch.ones(1, 1)).sum().backward()

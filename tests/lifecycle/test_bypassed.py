@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import worlds
+from helpers.fault_job import Job
 
 import reloadpg
+from reloadpg.cli.doctor import diagnose
 from reloadpg.groups.selection import Selection
 
 
@@ -64,3 +66,32 @@ def test_exclude_matches_names_and_descriptions() -> None:
     assert found.reason == "matches exclude 'default*'"
     assert selection.bypass({"cuda": "nccl"}, 2, name="1", desc="default") is not None
     assert selection.bypass({"cuda": "nccl"}, 2, name="1", desc="TP") is None
+
+
+@pytest.mark.ranks(2)
+def test_groups_of_one_rank_with_a_communicator_are_warned_of_once_per_job(rank: int) -> None:
+    """In the report of the first offload after they have one, in the status, and by doctor."""
+
+    def told(report: reloadpg.Report) -> list[str]:
+        return [text for text in report.warnings if "of one rank" in text]
+
+    Job("sim", subgroups=())
+    groups = [dist.new_group([one]) for one in (0, 1)]
+    mine: dist.ProcessGroup = groups[rank]  # type: ignore[assignment]
+    assert not told(reloadpg.offload()), "it was never used"
+    reloadpg.reload()
+    assert not [one for one in diagnose() if one.check == "groups"]
+    mine.allreduce([torch.ones(1)]).wait()
+    reports = [reloadpg.offload(), reloadpg.reload(), reloadpg.offload(), reloadpg.reload()]
+    (text,) = told(reports[0])
+    label = f"group {str(rank + 1)!r} (rank {rank})"
+    assert text == (
+        f"1 bypassed group of one rank has a communicator of 16.0 MiB, first {label}; "
+        "install(min_size=1) on all ranks makes it reloadable"
+    )
+    assert not any(map(told, reports[1:]))
+    assert text in str(reloadpg.status())
+    found = {one.name: (one.holds, one.memory_bytes) for one in reloadpg.status().bypassed_groups}
+    assert found == {str(rank + 1): (True, 16 << 20)}
+    (finding,) = [one for one in diagnose() if one.check == "groups"]
+    assert f"{finding.message}; {finding.remedy}" == text
