@@ -343,7 +343,7 @@ def test_a_registered_group_whose_far_end_is_dead_is_destroyed(rank, state):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("world", ["unbound", "bound"])
 def test_groups_that_the_program_dropped_are_counted(rank, world):
-    """A group of an earlier epoch, not one that anything refers to, or a mesh by its name.
+    """A group of an earlier epoch, not one that anything refers to.
 
     A reload rebuilds them until the program destroys them.
     """
@@ -352,9 +352,6 @@ def test_groups_that_the_program_dropped_are_counted(rank, world):
     module = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Linear(1, 1), process_group=dist.new_group([0, 1])
     )
-    # Torch 2.13 cannot create a group of one rank on a bound gloo world.
-    shape = (1, 2) if world == "unbound" else (2,)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
     reloadpg.offload()
     assert reloadpg.reload().warnings == ()
     for epoch in range(3):
@@ -372,5 +369,15 @@ def test_groups_that_the_program_dropped_are_counted(rank, world):
     reloadpg.offload()
     assert reloadpg.reload().warnings == ()
     del dropped
-    assert {summed(one, rank) for one in (kept, by_list, group, mesh.get_group("tp"))} == {3.0}
+    assert {summed(one, rank) for one in (kept, by_list, group)} == {3.0}
     module(torch.ones(1, 1)).sum().backward()
+
+
+@pytest.mark.ranks(4)
+def test_groups_of_a_mesh_are_not_counted_as_dropped(rank):
+    """A mesh finds its groups by name."""
+    start("unbound")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    reloadpg.offload()
+    assert reloadpg.reload().warnings == ()
+    assert summed(mesh.get_group("tp"), rank) == (3.0 if rank < 2 else 7.0)
