@@ -4,12 +4,10 @@
 
     pytest examples/test_with_reloads.py
 
-The plugin comes with the package. ``ranks`` runs a test's body on real processes;
-``reload_each_phase`` runs the test once as it is, and once with an offload and a reload before each
-collective phase.
+The plugin comes with the package. ``ranks`` runs a test's body on real processes.
 
-On GPUs nothing changes here: these are tests for a machine without one. ``backend="gloo"`` makes
-gloo groups the default group; the simulated accelerator ("sim") has groups whose communicators
+On GPUs nothing changes here: these are tests for a machine without one. ``backends={"gloo"}``
+makes gloo groups reloadable; the simulated accelerator ("sim") has groups whose communicators
 hold real memory and count what is created and released, as a test of memory needs.
 """
 
@@ -35,15 +33,21 @@ def train_step(model: nn.Module) -> float:
     return total.item()
 
 
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.reload_each_phase
-def test_a_sum_over_a_subgroup() -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reloads", [False, True])
+def test_a_sum_over_a_subgroup(reloads: bool) -> None:
     """Runs twice: as it is, and with a reload before the second sum."""
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
     group = dist.new_group([0, 1])
     for _ in range(2):
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=group)
         assert tensor.item() == 2
+        if reloads:
+            assert reloadpg.offload().changed
+            reloadpg.reload()
+    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2)

@@ -278,10 +278,6 @@ _NESTED = 4
 """Maximum number of NCCL group calls to end; torch opens two."""
 
 
-def is_coalescing(group: object) -> bool:
-    return group in cast(Any, _c10d._world.pg_coalesce_state)
-
-
 def close_coalescing(group: ProcessGroup) -> None:
     """End the coalescing of a group that an error has left open. Local, idempotent.
 

@@ -58,7 +58,7 @@ _OUTPUT_LIMIT = 1 << 16
 _OUTPUT_LINES = 60
 _PRELOAD = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"),
-    *("pytest", "reloadpg.testing.plugin"),
+    *("pytest", "reloadpg.testing._body"),
 )
 """Modules that the fork server imports as well if the caller has."""
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_SIZE")

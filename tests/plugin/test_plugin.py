@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -88,14 +87,10 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_marked_as_expected_to_fail": ("skipped", "a failure on ranks is a failure"),
     "test_argument_that_cannot_be_sent": ("failed", "fn or args cannot be pickled"),
     "test_invalid_mark": ("failed", "world_size must be a number of at least 1, got 0"),
-    "test_argument_of_a_mark_without_any[as-is]": ("error", "takes no arguments"),
-    "test_argument_of_a_mark_without_any[reloaded]": ("error", "takes no arguments"),
     "test_async": ("error", "needs a plain test function"),
     "test_unittest": ("error", "needs a plain test function"),
     "test_rank_fixture_without_the_mark": ("error", "the fixture rank is for tests on ranks"),
     "test_world_size_fixture_without_the_mark": ("error", "the fixture world_size is for tests"),
-    "test_reloads_without_ranks[as-is]": ("error", "needs the mark ranks"),
-    "test_reloads_without_ranks[reloaded]": ("error", "needs the mark ranks"),
     "test_no_leak": ("passed",),
     **{
         f"test_leak_around_the_test[{kind}]": (
@@ -112,19 +107,8 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_no_leak_on_ranks": ("passed",),
     "test_leak_with_a_default_group": ("failed", "2 of 2 ranks failed", "in c10d's tables"),
     "test_body_failure_with_a_leak": ("failed", "LookupError: of the body"),
-    "test_phases_synchronous": ("passed",),
-    "test_phases_asynchronous": ("passed",),
-    "test_phases_of_smaller_groups_and_sends": ("passed",),
-    "test_reload_in_the_body": ("passed",),
-    "test_phases_with_nothing_to_reload": (
-        *("failed", "the mark reload_each_phase had nothing to reload: there is no reloadable"),
-    ),
-    "test_phases_where_the_body_installs": ("passed",),
-    "test_no_phase": ("failed", "had nothing to reload: no phase began"),
-    "test_phase_of_one_rank_alone": ("failed", "RendezvousTimeoutError"),
-    "test_breaks_under_reloads": ("failed", "ranks failed, with reloads before each collective"),
 }
-"""By test of the suite: how it ends, with reloads if it runs twice, and text of its report."""
+"""By test of the suite: how it ends, and text of its report."""
 
 
 RED = {
@@ -132,23 +116,15 @@ RED = {
     "world_size": "test_world_size_fixture_without_the_mark",
     "assert_no_group_leaks": "test_leak_around_the_test[plain]",
     "ranks": "test_fails_on_one_rank",
-    "reload_each_phase": "test_phases_with_nothing_to_reload[reloaded]",
 }
 """By fixture or mark: a test of the suite that fails by it, where the rest of the test passes."""
 
 
-def without_parameter(names: Iterable[str]) -> set[str]:
-    return {name.removesuffix("[as-is]").removesuffix("[reloaded]") for name in names}
-
-
 @pytest.mark.slow
 def test_the_tests_of_the_suite_end_as_expected(suite: Suite) -> None:
-    """With the reason. A refused test is not run; one that runs twice passes without reloads."""
-    assert without_parameter(suite.tests) == without_parameter(EXPECTED)
+    """With the reason. A refused test is not run."""
+    assert {*suite.tests} == {*EXPECTED}
     for name, (how, *texts) in EXPECTED.items():
-        if name not in suite.tests:
-            assert suite.tests[f"{name}[as-is]"][0] == "passed"
-            name = f"{name}[reloaded]"
         ended, report = suite.tests[name]
         assert ended == how, (name, report)
         assert [text for text in texts if text not in report] == [], (name, report)
@@ -159,7 +135,7 @@ def test_the_tests_of_the_suite_end_as_expected(suite: Suite) -> None:
 @pytest.mark.slow
 def test_each_fixture_and_mark_fails_where_it_has_nothing_to_do(suite: Suite) -> None:
     """None of them can be used without effect."""
-    assert {*RED} == {*plugin.__all__, "ranks", "reload_each_phase"}
+    assert {*RED} == {*plugin.__all__, "ranks"}
     assert {name for name, test in RED.items() if suite.tests[test][0] == "passed"} == set()
 
 
@@ -188,7 +164,7 @@ def test_a_failure_is_reported_once_and_begins_with_the_rank(suite: Suite) -> No
 def test_only_env_of_the_mark_installs_on_ranks(tmp_path: Path) -> None:
     """With any variables of the shell."""
     ran = run_suite(tmp_path, "autoinstall", RELOADPG_AUTOINSTALL="1")
-    assert len(ran.tests) == 4
+    assert len(ran.tests) == 2
     assert {how for how, _ in ran.tests.values()} == {"passed"}, ran.output
 
 
@@ -198,10 +174,12 @@ def test_loading_the_plugin_imports_no_torch(tmp_path: Path) -> None:
         "import sys\n"
         "def test_plain(request):\n"
         "    assert request.config.pluginmanager.has_plugin('reloadpg.testing.plugin')\n"
-        "    heavy = {'torch', 'numpy', 'wrapt', 'reloadpg.testing.ranks'} & set(sys.modules)\n"
-        "    assert not heavy\n"
+        "    ours = {name for name in sys.modules if name.startswith('reloadpg')}\n"
+        "    assert ours <= {'reloadpg', 'reloadpg.errors', 'reloadpg.testing',"
+        " 'reloadpg.testing.plugin'}\n"
+        "    assert not {'torch', 'numpy', 'wrapt'} & set(sys.modules)\n"
         "    marks = str(request.config.getini('markers'))\n"
-        "    assert 'ranks(world_size' in marks and 'reload_each_phase:' in marks\n"
+        "    assert 'ranks(world_size' in marks\n"
     )
     ran = run_pytest(tmp_path, "test_plain.py")
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,4 +1,4 @@
-"""Tests of another project, run by ``test_plugin.py``: on ranks, with leaks, with reloads."""
+"""Tests of another project, run by ``test_plugin.py``: on ranks, and with leaks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-from torch.distributed import all_reduce  # an early alias, as Megatron has
 
 import reloadpg
 from reloadpg.testing import simulated
@@ -132,12 +130,6 @@ def test_invalid_mark():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.reload_each_phase(every_group=True)
-def test_argument_of_a_mark_without_any():
-    raise RuntimeError("never run")
-
-
-@pytest.mark.ranks(2)
 async def test_async():
     raise RuntimeError("never run")
 
@@ -153,11 +145,6 @@ def test_rank_fixture_without_the_mark(rank):
 
 
 def test_world_size_fixture_without_the_mark(world_size):
-    raise RuntimeError("never run")
-
-
-@pytest.mark.reload_each_phase
-def test_reloads_without_ranks():
     raise RuntimeError("never run")
 
 
@@ -225,116 +212,3 @@ def test_body_failure_with_a_leak(assert_no_group_leaks):
     dist.init_process_group("sim")
     summed()
     raise LookupError("of the body")
-
-
-# ---------------------------------------------------------------------------------------------
-# the mark reload_each_phase
-
-
-def check_cycles(count):
-    """In the run with reloads there was this number of them; the other one has no library."""
-    if reloadpg.is_installed():
-        assert reloadpg.status().generation == count
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.reload_each_phase
-def test_phases_synchronous(rank):
-    tensor = torch.ones(1)
-    all_reduce(tensor)
-    dist.broadcast(tensor, src=0)
-    objects = [None, None]
-    dist.all_gather_object(objects, rank)
-    dist.barrier()
-    assert (tensor.item(), objects) == (2, [0, 1])
-    check_cycles(4)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.reload_each_phase
-def test_phases_asynchronous(rank):
-    first, second = torch.ones(1), torch.ones(1)
-    works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
-    gathered = [torch.zeros(1), torch.zeros(1)]
-    dist.all_gather(gathered, torch.ones(1) * rank)  # while two are under way: no phase
-    assert all(work.wait() for work in works)
-    dist.all_reduce(first)
-    assert (first.item(), second.item(), [g.item() for g in gathered]) == (4, 2, [0, 1])
-    check_cycles(2)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.reload_each_phase
-def test_phases_of_smaller_groups_and_sends(rank):
-    groups = [dist.new_group([0]), dist.new_group([1])]
-    tensor = torch.ones(1)
-    if rank == 0:  # ranks may differ here
-        dist.all_reduce(tensor, group=groups[0])
-        dist.send(tensor, 1)
-    else:
-        dist.recv(tensor, 0)
-    peer = 1 - rank
-    batch = [dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, tensor, peer)]
-    works = dist.batch_isend_irecv(batch)
-    for work in works:
-        work.wait()
-    assert summed() == 2
-    check_cycles(1)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.reload_each_phase
-def test_reload_in_the_body():
-    """Before a collective that C++ starts, which begins no phase."""
-    if reloadpg.is_installed():
-        reloadpg.offload()
-        reloadpg.reload()
-    assert funcol.all_reduce(torch.ones(1), "sum", dist.group.WORLD).item() == 2
-    check_cycles(1)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.reload_each_phase
-def test_phases_with_nothing_to_reload():
-    reloadpg.install()  # gloo groups bypass
-    dist.init_process_group("gloo")
-    assert summed() == 2
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.reload_each_phase
-def test_phases_where_the_body_installs():
-    reloadpg.install(backends={"gloo"})
-    dist.init_process_group("gloo")
-    dist.barrier()
-
-
-@pytest.mark.ranks(1, backend="gloo")
-@pytest.mark.reload_each_phase
-def test_no_phase():
-    pass
-
-
-@pytest.mark.ranks(2, timeout=60)
-@pytest.mark.reload_each_phase
-def test_phase_of_one_rank_alone(rank):
-    reloadpg.install(backends={"gloo"}, timeout=1)
-    dist.init_process_group("gloo")
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        dist.barrier()  # no phase: one is under way
-        work.wait()
-    else:
-        dist.all_reduce(torch.ones(1))
-        dist.barrier()
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.reload_each_phase
-def test_breaks_under_reloads(rank):
-    """A backend object is of one generation: what the mark must detect."""
-    device = torch.device("cpu")
-    dist.barrier()
-    backend = dist.group.WORLD._get_backend(device)
-    dist.barrier()
-    assert dist.group.WORLD._get_backend(device) is backend
