@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from ..settings import AUTOINSTALL, as_timedelta
-from .plugin import MADE_IN_RANKS, TIMEOUT, refused
+
+MADE_IN_RANKS = object()
+"""In the test's process, the value of a fixture that each rank has or creates."""
 
 LEAKS = "assert_no_group_leaks"
 
@@ -45,6 +47,7 @@ class Body:
 
 def run(
     item: pytest.Function,
+    default_timeout: float,
     world_size: int,
     *,
     timeout: timedelta | float | None = None,
@@ -54,13 +57,13 @@ def run(
 ) -> None:
     """Run the body of a test on ranks; raise pytest's exceptions for their result.
 
-    The arguments are those of the mark; ``options`` are passed on to ``run_ranks``.
+    The arguments from ``world_size`` on are those of the mark; ``options`` are passed on to
+    ``run_ranks``.
     """
     from .ranks import RanksFailedError, run_ranks
 
-    name = TIMEOUT if timeout is None else "timeout"
-    given = float(item.config.getini(TIMEOUT)) if timeout is None else timeout
-    seconds = as_timedelta(given, name).total_seconds()
+    given = default_timeout if timeout is None else timeout
+    seconds = as_timedelta(given, "timeout of the test").total_seconds()
     body, code = _body_of(item), _compiled(str(item.path))
     try:
         ends: list[tuple[str, str]] = run_ranks(
@@ -75,10 +78,10 @@ def run(
         head, _, details = str(error).partition("\n")
         what = head.rpartition(" (")[0]  # without the advice for callers of run_ranks
         # Not chained: otherwise pytest prints the ranks' output twice.
-        raise refused(f"{what}\n{details}") from None
+        raise _failed(f"{what}\n{details}") from None
     if len({how for how, _ in ends}) > 1:
         lines = [f"  rank {rank}: {how} {reason}" for rank, (how, reason) in enumerate(ends)]
-        raise refused(
+        raise _failed(
             "the ranks ended differently, but must have equal results:\n" + "\n".join(lines)
         )
     how, reason = ends[0]
@@ -86,6 +89,11 @@ def run(
         pytest.skip(reason)
     if how == "xfailed":
         pytest.xfail(reason)
+
+
+def _failed(message: str) -> BaseException:
+    """Return pytest's exception for a failure that is one message, without source."""
+    return pytest.fail.Exception(message, pytrace=False)
 
 
 def _body_of(item: pytest.Function) -> Body:

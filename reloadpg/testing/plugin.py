@@ -34,14 +34,6 @@ __all__ = ["assert_no_group_leaks", "rank", "world_size"]
 MARK = "ranks"
 TIMEOUT = "reloadpg_timeout"
 
-MADE_IN_RANKS = object()
-"""In the test's process, the value of a fixture that each rank has or creates."""
-
-
-def refused(message: str) -> BaseException:
-    """Return pytest's exception for a failure that is one message, without source."""
-    return pytest.fail.Exception(message, pytrace=False)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add options: the default timeout of tests on ranks, and the use of stand-ins."""
@@ -73,9 +65,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker(MARK) is None:
         return
     if type(item) is not pytest.Function or inspect.iscoroutinefunction(item.obj):
-        raise refused(
+        pytest.fail(
             "the mark ranks needs a plain test function or a method of a plain class; nothing "
-            "was run. Do not use unittest.TestCase or async."
+            "was run. Do not use unittest.TestCase or async.",
+            pytrace=False,
         )
 
 
@@ -87,7 +80,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
         return None
     from . import _body
 
-    _body.run(pyfuncitem, *mark.args, **mark.kwargs)
+    default = float(pyfuncitem.config.getini(TIMEOUT))
+    _body.run(pyfuncitem, default, *mark.args, **mark.kwargs)
     return True
 
 
@@ -111,19 +105,22 @@ def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     the groups, which are then destroyed, so that the tests that follow can run. On ranks, it is
     created in each rank.
     """
-    if request.node.get_closest_marker(MARK) is not None:
-        yield MADE_IN_RANKS
-        return
     from . import _body
 
+    if request.node.get_closest_marker(MARK) is not None:
+        yield _body.MADE_IN_RANKS
+        return
     with _body.no_group_leaks(request.node.nodeid, destroys=True):
         yield
 
 
 def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:
     if request.node.get_closest_marker(MARK) is None:
-        raise refused(
+        pytest.fail(
             f"the fixture {name} is for tests on ranks; nothing was run. Add for example "
-            "@pytest.mark.ranks(2)."
+            "@pytest.mark.ranks(2).",
+            pytrace=False,
         )
-    return MADE_IN_RANKS
+    from . import _body
+
+    return _body.MADE_IN_RANKS
