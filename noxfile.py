@@ -46,17 +46,14 @@ def bound(session: nox.Session) -> None:
 
 @nox.session
 def recovery(session: nox.Session) -> None:
-    """The tests of recovery, with eight groups at a time instead of one."""
-    install(session, "test")
-    names = (
-        "faults",
-        "lost_store",
-        "parallelism",
-    )
+    """Recoveries and faults, with eight groups at a time instead of one; the recipe's loop."""
+    install(session, "test-slow")
+    names = ("faults", "lost_store", "parallelism", "recover", "recoverable")
     files = [f"tests/lifecycle/test_{name}.py" for name in names]
     every = ("-m", "slow or not slow")
     env = {"TEST_PARALLELISM": "8"}
-    session.run("python", "-m", "pytest", *files, *every, *session.posargs, env=env)
+    loop = "tests/examples/test_recovery_loop.py"
+    session.run("python", "-m", "pytest", *files, loop, *every, *session.posargs, env=env)
 
 
 @nox.session

@@ -250,9 +250,9 @@ def _outcome(name: str, step: Step, seconds: float) -> Result:
     return {"result": result}
 
 
-def load(path: Path | None) -> Result:
+def load(path: Path) -> Result:
     """Read the results of earlier runs; of none if there is no such file."""
-    if path is None or not path.exists() or not path.stat().st_size:
+    if not path.exists() or not path.stat().st_size:
         return {"standins": STANDINS, "steps": {}}
     results: Result = json.loads(path.read_text())
     if results["standins"] != STANDINS:
@@ -329,10 +329,8 @@ set `engine`.
 
 
 def page(results: Result) -> str:
-    """The page docs/gpu.md; without any result it has no tables, and a cell without one says so."""
+    """The page docs/gpu.md; a cell without a result says so."""
     steps = results["steps"]
-    if not steps:
-        return PAGE.format(head="Memory and times of a cycle: **not yet run on a GPU**.")
 
     def of(name: str) -> Result:
         found: Result = steps.get(name, {}).get("result", {})
@@ -401,8 +399,9 @@ def main() -> int:
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.page:
-        given = json.loads(options.page.read_text()) if options.page.exists() else None
-        print(page(given or load(None)), end="")
+        if not options.page.exists():
+            parser.error(f"{options.page} does not exist: run the steps with --json first")
+        print(page(json.loads(options.page.read_text())), end="")
         return 0
     if options.step:
         options.json.write_text(json.dumps(STEPS[options.step].run()))
