@@ -151,7 +151,6 @@ def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any
         reloadpg.install()
         dist.init_process_group("sim")
     namespace = stubs.namespace(libraries="environment" in name)
-    spans = _collected_spans() if "opentelemetry" in code else None
     exec(compile(code.replace('"nccl"', '"sim"'), name, "exec"), namespace)
     return {
         "seen": stubs.seen,
@@ -164,32 +163,7 @@ def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any
         "report": namespace.get("report"),
         "used": namespace.get("used"),
         "metrics": _metrics() if "prometheus_client" in code else {},
-        "spans": [] if spans is None else [_plain(one) for one in spans.get_finished_spans()],
     }
-
-
-def _collected_spans() -> Any:
-    """The spans of this process from now on."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    trace.set_tracer_provider(provider)
-    return spans
-
-
-def _plain(span: Any) -> SimpleNamespace:
-    """A span as values that can be sent to the test."""
-    return SimpleNamespace(
-        name=span.name,
-        number=span.context.span_id,
-        parent=span.parent and span.parent.span_id,
-        times=(span.start_time, span.end_time),
-        attributes=dict(span.attributes),
-    )
 
 
 def _metrics() -> dict[str, float]:
