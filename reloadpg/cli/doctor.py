@@ -79,6 +79,7 @@ def diagnose(
         ("nccl settings", partial(check_nccl_settings, variables)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
         ("torch names", check_names),
+        ("patches", check_patches),
         ("foreign wrapper", check_wrappers),
         ("launcher", partial(check_launcher, variables)),
         ("groups", check_groups_of_one_rank),
@@ -302,7 +303,14 @@ def check_groups_of_one_rank() -> Findings:
             yield Finding("groups", "warning", what, remedy)
 
 
-# -- other patches of the functions that create groups ----------------------------------------
+# -- patches of the functions that create groups ----------------------------------------------
+
+
+def check_patches() -> Findings:
+    """List what install() wraps; this process needs no installation."""
+    from ..groups.patches import wrapped_names
+
+    yield Finding("patches", "note", f"install() wraps {', '.join(wrapped_names())}")
 
 
 def check_wrappers() -> Findings:

@@ -109,6 +109,11 @@ class Patches:
             setattr(patch.owner, patch.attribute, patch.original)
 
 
+def wrapped_names() -> list[str]:
+    """List what an installation wraps: functions by name, then methods with their class. Local."""
+    return [*wrappers(), *(f"{owner.__name__}.{name}" for owner, name, _ in recorders())]
+
+
 def _originals(name: str) -> list[Any]:
     """List the functions that torch's modules bind to the name, and those that they wrap."""
     functions: list[Any] = []

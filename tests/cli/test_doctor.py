@@ -4,6 +4,7 @@ import functools
 import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cli.cli_process import called, command
 import reloadpg
 from reloadpg.cli import doctor, main
 from reloadpg.cli.doctor import Finding, diagnose
+from reloadpg.groups.registry import registry
 
 FOREIGN = """
 import functools
@@ -197,6 +199,18 @@ def installed():
     reloadpg.install(backends={"gloo"})
     yield
     reloadpg.uninstall()
+
+
+def test_what_install_wraps_is_listed(installed):
+    """The names at which an installation has changed something, and those of the README."""
+    [listed] = [one.message for one in diagnose() if one.check == "patches"]
+    names = listed.removeprefix("install() wraps ").split(", ")
+    changed = {str(patch).rpartition(".")[2] for patch in registry.patches.patches}
+    assert {name.rpartition(".")[2] for name in names} == changed
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.partition("## What `install()` changes in torch")[2].partition("\n## ")[0]
+    creators = [name for name in names if "Backend" not in name and "NCCL" not in name]
+    assert [name for name in creators if name.rpartition(".")[2] not in section] == []
 
 
 def test_own_wrappers_are_not_foreign(installed):
