@@ -22,4 +22,9 @@ autodoc_typehints = "signature"
 # Instances are made by the library: their constructors are no part of the reference.
 autodoc_default_options = {"members": True, "exclude-members": "__init__, __new__"}
 napoleon_use_ivar = True
+# Names of other projects, whose pages are not read. All names of this one must be found (``-n``).
+nitpick_ignore_regex = [
+    (r"py:.*", r"(collections|concurrent|contextlib|datetime|logging|mmap|os|pathlib|torch)\..*"),
+    (r"py:class", r"timedelta|ProcessGroup|DeviceMesh|(tuple|collections\.abc\.Mapping)\[.*"),
+]
 suppress_warnings = ["ref.python"]  # one name is found in two places: a module, and the top

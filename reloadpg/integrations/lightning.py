@@ -41,10 +41,10 @@ def offloaded_phase(
         phase: called with the trainer and the module. It must not use the groups.
         when: after a batch (with or without an optimizer step, if gradients are accumulated), a
             training epoch, or a validation.
-        every, block: see :class:`OffloadedPhase`.
+        every, block: see :class:`~reloadpg.integrations.optimizers.OffloadedPhase`.
 
     Returns:
-        The callback, which is an :class:`OffloadedPhase`.
+        The callback, which is an :class:`~reloadpg.integrations.optimizers.OffloadedPhase`.
 
     Raises:
         InvalidOptionError: an argument is invalid.

@@ -38,10 +38,10 @@ def offloaded_phase(
         phase: called with the trainer's callback arguments: ``phase(args, state, control,
             **kwargs)``; the model is in ``kwargs["model"]``. It must not use the groups.
         when: after an optimizer step, an epoch, an evaluation, or a checkpoint was saved.
-        every, block: see :class:`OffloadedPhase`.
+        every, block: see :class:`~reloadpg.integrations.optimizers.OffloadedPhase`.
 
     Returns:
-        The callback, which is an :class:`OffloadedPhase`.
+        The callback, which is an :class:`~reloadpg.integrations.optimizers.OffloadedPhase`.
 
     Raises:
         InvalidOptionError: an argument is invalid.
