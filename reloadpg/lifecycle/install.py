@@ -101,7 +101,8 @@ def install(
             ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also overriding torchrun's default of 1), until
             :func:`uninstall`. With them, a collective that fails or times out is aborted and
             leaves wrong values without an error; :func:`offload` and
-            :func:`~reloadpg.recovery.recovery_requested` detect this. It also makes ``connect="eager"`` the default of :func:`reload`.
+            :func:`~reloadpg.recovery.recovery_requested` detect this. It also makes
+            ``connect="eager"`` the default of :func:`reload`.
         borrowed: what an offload does about a group of which other code has taken a pointer to the
             communicator, or a window, that it could use after the release. ``refuse`` (the
             default): the offload raises :class:`~reloadpg.errors.BorrowedError`, which names the
