@@ -1,7 +1,7 @@
 """Integrations with other libraries, one module each; a framework is imported on first use.
 
 ``slime`` (and miles), ``megatron``, ``ray``, ``torch_memory_saver``, ``colocated`` for a trainer
-that shares its devices with a rollout engine, ``vllm`` for engines in other
+that shares its devices with a rollout engine, ``vllm`` and ``sglang`` for engines in other
 processes, and hooks for trainers: ``transformers``, ``lightning``, ``trl``, ``deepspeed``,
 ``verl``, and ``optimizers`` for any other. Importing this package imports neither a framework nor
 torch.

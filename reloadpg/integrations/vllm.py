@@ -18,15 +18,13 @@ import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from http.client import HTTPException
 from typing import Any
-from urllib import request
-from urllib.error import HTTPError
 from urllib.parse import urlencode
 
 from .. import is_installed, offload, reload
 from ..errors import InvalidOptionError, ReloadpgError
-from ..settings import as_timedelta, is_off
+from ..settings import is_off
+from .server import HttpServer, status_of
 
 __all__ = ["Server", "WorkerGroups"]
 
@@ -84,7 +82,7 @@ class WorkerGroups:
         return self._llm.wake_up(tags=None if tags is None else list(tags))
 
 
-class Server:
+class Server(HttpServer):
     """A vLLM server as an engine for ``colocated``: its ``/sleep`` and ``/wake_up``.
 
     Start it with ``VLLM_SERVER_DEV_MODE=1``, without which it has neither route, and with
@@ -102,18 +100,11 @@ class Server:
     """
 
     def __init__(self, url: str, *, timeout: timedelta | float = 600.0) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise InvalidOptionError(
-                f"Server({url!r}): not an address; nothing was changed. Pass one such as "
-                '"http://127.0.0.1:8000".'
-            )
-        self._url = url.rstrip("/")
-        self._timeout = as_timedelta(timeout, "timeout", "nothing was changed").total_seconds()
-        self._open = request.build_opener(request.ProxyHandler({})).open
+        super().__init__(url, timeout)
         try:
             self._is_sleeping()
         except ReloadpgError as error:
-            if not isinstance(error.__cause__, HTTPError) or error.__cause__.code != 404:
+            if status_of(error) != 404:
                 raise
             raise InvalidOptionError(
                 f"Server({url!r}): it has no /is_sleeping; nothing was changed. Start vLLM's "
@@ -138,16 +129,6 @@ class Server:
             raise ReloadpgError(
                 f"GET {self._url}/is_sleeping: the response is not vLLM's"
             ) from error
-
-    def _request(self, method: str, route: str) -> bytes:
-        url = f"{self._url}/{route}"
-        try:
-            with self._open(request.Request(url, method=method), timeout=self._timeout) as response:
-                found: bytes = response.read()
-                return found
-        except (OSError, HTTPException) as error:  # also HTTPError: a response other than 2xx
-            said = error.read().decode(errors="replace") if isinstance(error, HTTPError) else ""
-            raise ReloadpgError(f"{method} {url} failed: {error} {said}".rstrip()) from error
 
 
 def _is_installed(worker: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg.integrations import colocated
+from reloadpg.integrations import colocated, sglang
 from reloadpg.integrations.trl import offloaded_generation
 from reloadpg.integrations.vllm import Server, WorkerGroups
 
@@ -191,15 +192,25 @@ class Routes(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-@pytest.fixture
-def server() -> Iterator[Any]:
-    with HTTPServer(("127.0.0.1", 0), Routes) as server:
+@contextmanager
+def serving(routes: type[BaseHTTPRequestHandler]) -> Iterator[Any]:
+    """An HTTP server with these routes, in a thread."""
+    with HTTPServer(("127.0.0.1", 0), routes) as server:
+        server.url = f"http://127.0.0.1:{server.server_port}"
         server.calls, server.sleeping, server.status = [], False, 200
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with serving(Routes) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_server_is_driven_by_its_routes(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,3 +252,128 @@ def test_a_server_that_refuses_or_is_not_there(server: Any) -> None:
     server.server_close()
     with pytest.raises(reloadpg.ReloadpgError, match=r"failed: .*refused"):
         Server(url)
+
+
+class SglangRoutes(BaseHTTPRequestHandler):
+    """SGLang's routes (0.5.23), as strict as its scheduler: it ends where that one would.
+
+    Attributes of the server: ``released`` tags, ``busy`` (how often a flush finds requests),
+    ``saves`` memory, ``key``, ``ended``, and ``calls``, with the state of the trainer's groups.
+    """
+
+    TAGS = ("kv_cache", "weights", "cuda_graph")
+
+    def _respond(self) -> None:
+        server: Any = self.server
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = json.loads(sent) if sent else {}
+        tags = body.get("tags") or self.TAGS
+        status = 500 if server.ended else 200
+        found: Any = {"message": "no"}
+        if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
+            status = 401
+        elif self.path == server.info_route:
+            found = {"enable_memory_saver": server.saves}
+        elif self.path == "/abort_request" and body["abort_all"]:
+            server.calls.append(("abort", reloadpg.status().state))
+        elif self.path == "/flush_cache":
+            if server.busy:
+                server.busy, status = server.busy - 1, 400
+        elif self.path == "/release_memory_occupation":
+            server.ended = server.busy > 0 or bool(server.released.intersection(tags))
+            server.released |= set(tags)
+            server.calls.append((f"release {len(tags)}", reloadpg.status().state))
+        elif self.path == "/resume_memory_occupation":
+            server.ended = not server.released.issuperset(tags)
+            server.released -= set(tags)
+            server.calls.append((f"resume {','.join(tags)}", reloadpg.status().state))
+        else:
+            status = 404
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+
+    do_GET = do_POST = _respond
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def sglang_server() -> Iterator[Any]:
+    with serving(SglangRoutes) as server:
+        server.released, server.busy, server.saves, server.key = set(), 0, True, ""
+        server.ended, server.info_route = False, "/server_info"
+        yield server
+
+
+def test_a_server_of_sglang_is_driven_by_tags() -> None:
+    """Repeated calls send nothing: the scheduler would end. A busy engine is waited for."""
+    with sglang_server() as server:
+        engine = sglang.Server(server.url)
+        colocated(engine, wake_tags=["weights"])  # accepted
+        server.busy = 3
+        for _ in range(2):
+            engine.release_memory_occupation()
+        woken = [engine.resume_memory_occupation(tags) for tags in (["weights"], ["weights"], None)]
+        assert woken == [False, False, True]
+        assert engine.resume_memory_occupation()
+        assert [call for call, _ in server.calls] == [
+            "abort",
+            "release 3",
+            "resume weights",
+            "resume kv_cache,cuda_graph",
+        ]
+        asleep = sglang.Server(server.url, asleep=True)
+        server.released = set(SglangRoutes.TAGS)
+        assert asleep.resume_memory_occupation()
+        assert not server.ended
+        server.busy = 10**6
+        engine = sglang.Server(server.url, timeout=2.0)
+        with pytest.raises(reloadpg.ReloadpgError, match=r"still runs requests .*not released"):
+            engine.release_memory_occupation()
+        server.ended = True
+        with pytest.raises(
+            reloadpg.ReloadpgError, match=r"POST .*/abort_request failed: .*500.*no"
+        ):
+            engine.release_memory_occupation()
+
+
+def test_a_server_of_sglang_that_cannot_release_memory_is_refused() -> None:
+    """One with a key is reached with it; one of before 0.5.10 has another route."""
+    with sglang_server() as server:
+        server.saves = False
+        with pytest.raises(reloadpg.errors.InvalidOptionError, match="Start it with this option"):
+            sglang.Server(server.url)
+        server.saves, server.key = True, "secret"
+        with pytest.raises(reloadpg.ReloadpgError, match=r"server_info failed: .*401"):
+            sglang.Server(server.url)
+        sglang.Server(server.url, api_key="secret")
+        server.key, server.info_route = "", "/get_server_info"
+        sglang.Server(server.url)
+        server.info_route = ""
+        with pytest.raises(reloadpg.ReloadpgError, match=r"get_server_info failed: .*404"):
+            sglang.Server(server.url)
+        with serving(Routes) as other, pytest.raises(reloadpg.ReloadpgError, match="404"):
+            sglang.Server(other.url)
+
+
+@pytest.mark.ranks(2)
+def test_a_trainer_wakes_a_server_of_sglang_by_tags(rank: int) -> None:
+    """Its weights once the groups are offloaded, the rest after they were live for an update."""
+    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT, sets="server")
+    worlds.init()
+    with sglang_server() as server:
+        engine = sglang.Server(server.url) if rank == 0 else None
+        if engine is not None:
+            engine.release_memory_occupation()
+        rollout = colocated(engine, wake_tags=["weights"], engine_groups="server")
+        for _ in range(2):
+            with rollout:
+                with rollout.groups_live():
+                    assert worlds.summed(None, rank) == 3.0
+                assert rollout.wake_up() is (None if rank else True)
+            assert worlds.summed(None, rank) == 3.0
+        cycle = ["resume weights", "resume kv_cache,cuda_graph", "abort", "release 3"]
+        offloaded = [(call, "offloaded") for call in cycle]
+        starts = [("abort", "live"), ("release 3", "live")]
+        assert server.calls == ([] if rank else [*starts, *offloaded, *offloaded])
