@@ -13,12 +13,10 @@ or ``abort``. The memory is real, so it can be measured from outside the process
 gloo's, so they can be compared bit for bit. Everything here is per process. NCCL's own rules, such
 as those of a suspend, are in the stand-ins for NCCL (:mod:`reloadpg.testing.standins`).
 
-A test can inject faults::
+A test can inject faults (:mod:`reloadpg.testing.faults`)::
 
     with simulated.inject(simulated.Fault("create", rank=1, nth=3, message="no memory")):
         reloadpg.reload()  # fails in the third creation of rank 1
-
-Faults at barriers happen on all backends, also where ``sim`` is not registered.
 
 Limits: it has no streams, and operations overlap only as in gloo. It cannot be part of a mixed
 group (``cpu:gloo,privateuseone:sim``), since torch uses a group from a Python creating function for
@@ -35,8 +33,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch.distributed import (
@@ -50,16 +47,13 @@ from torch.distributed import (
 
 from reloadpg.c10d import backends, memory, stores, tables
 from reloadpg.groups import dispatch
-from reloadpg.rendezvous.round import barrier_hooks
+from reloadpg.testing.faults import Fault, FaultMoment, FaultPoint, check, clear_faults, inject
 from reloadpg.threads import LibraryThread
 
 __all__ = [
     "NAME",
-    "BarrierInfo",
     "Fault",
     "GroupInfo",
-    "InjectedFault",
-    "InjectedFaultError",
     "Stats",
     "clear_faults",
     "configure",
@@ -79,10 +73,6 @@ all of torch.distributed can run on it without an accelerator."""
 class Settings:
     bytes_per_communicator: int = 32 << 20
     eager: bool = False
-
-
-# ---------------------------------------------------------------------------------------------
-# groups
 
 
 @dataclass(frozen=True)
@@ -142,159 +132,19 @@ class GroupInfo:
     def is_open(self) -> bool:
         return self.state != "released"
 
+    def check(self, at: FaultPoint, operation: str, moment: FaultMoment = "before") -> None:
+        """Run the faults that a test has injected at this step."""
+        check(at, operation, self.global_rank, self, moment, (self.name, self.desc))
+
     def __str__(self) -> str:
         return f"group {self.name!r} ({self.desc})"
 
 
-@dataclass(frozen=True)
-class BarrierInfo:
-    """A barrier.
-
-    Attributes:
-        name: the operation and the phase: ``reload.enter``.
-        global_rank: rank of this process.
-    """
-
-    name: str
-    global_rank: int
-
-
-# ---------------------------------------------------------------------------------------------
-# faults
-
-
-FaultPoint = Literal["create", "connect", "release", "collective", "barrier"]
-FaultAction = Literal["raise", "stall", "call"]
-FaultMoment = Literal["before", "waiting", "after"]
-
-
-class InjectedFaultError(RuntimeError):
-    """Raised by an injected fault."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault to inject: the action, the place, and the time.
-
-    Attributes:
-        at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
-            (``shutdown`` or ``abort``), ``collective`` (the start of an operation). On any
-            backend: ``barrier`` (of an offload, a reload or a recovery).
-        action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
-            fault is cleared or ``seconds`` have passed, then continue; ``call`` a function.
-        group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
-            is every later generation of group ``1``). A group has no description at ``create``.
-        operation: only this method of the group (``allreduce``, ``shutdown``, ``abort``), or
-            this barrier (``offload.enter``, ``offload.released``, ``reload.done``).
-        rank: only in the process of this global rank.
-        nth: the first matching event that fails, counted from 1 since the injection.
-        times: number of matching events that fail, from the ``nth`` on; None for all.
-        moment: ``before`` the step, which is then not done, or ``after`` it. A group that fails
-            after ``create`` is released. A collective has no ``after``. A rank is ``before`` a
-            barrier until it arrives; ``waiting`` for other ranks when it has been counted;
-            ``after`` it has read the decision.
-        seconds: maximum duration of ``stall``; None stalls until it is cleared.
-        message: text of the error.
-        call: for ``call``: called in the thread of the event, with the group's current info, or
-            the barrier's :class:`BarrierInfo`. Its exceptions, including ``KeyboardInterrupt``,
-            propagate from the step.
-    """
-
-    at: FaultPoint
-    action: FaultAction = "raise"
-    group: str | None = None
-    operation: str | None = None
-    rank: int | None = None
-    nth: int = 1
-    times: int | None = 1
-    moment: FaultMoment = "before"
-    seconds: float | None = None
-    message: str = ""
-    call: Callable[[Any], object] | None = None
-
-    def __post_init__(self) -> None:
-        allowed = {"at": FaultPoint, "action": FaultAction, "moment": FaultMoment}
-        for name, values in allowed.items():
-            value = getattr(self, name)
-            if value not in get_args(values):
-                raise ValueError(
-                    f"Fault({name}={value!r}): use one of {', '.join(get_args(values))}"
-                )
-        if (self.action == "call") is not callable(self.call):
-            raise ValueError("Fault: the action call and the function call go together")
-
-    def matches(
-        self, at: FaultPoint, operation: str, info: GroupInfo | BarrierInfo, moment: FaultMoment
-    ) -> bool:
-        if (at, moment) != (self.at, self.moment) or self.operation not in (None, operation):
-            return False
-        if self.rank not in (None, info.global_rank):
-            return False
-        if self.group is None or not isinstance(info, GroupInfo):
-            return True
-        return fnmatchcase(info.name, self.group) or fnmatchcase(info.desc, self.group)
-
-
-class InjectedFault:
-    """Handle of one injected fault; as a context manager it removes it at the end.
-
-    Attributes:
-        fault: the injected fault.
-        fired: number of failed events so far.
-    """
-
-    def __init__(self, fault: Fault, remove: Callable[[InjectedFault], None]) -> None:
-        self.fault = fault
-        self._seen = 0
-        self.fired = 0
-        self._remove = remove
-        self._has_fired = threading.Event()
-        self._cleared = threading.Event()
-
-    def clear(self) -> None:
-        """Remove the fault; stalled threads continue. Idempotent."""
-        self._remove(self)
-        self._cleared.set()
-
-    def wait_fired(self, timeout: float) -> bool:
-        """Wait until the fault has fired (a stall: until it stalls); return whether it has."""
-        return self._has_fired.wait(timeout)
-
-    def __enter__(self) -> InjectedFault:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
-
-    def strikes(self) -> bool:
-        """Count one matching event; return whether it fails. The device's lock is held."""
-        self._seen += 1
-        last = None if self.fault.times is None else self.fault.nth + self.fault.times - 1
-        if self._seen < self.fault.nth or (last is not None and self._seen > last):
-            return False
-        self.fired += 1
-        return True
-
-    def act(self, where: str, info: GroupInfo | BarrierInfo) -> None:
-        fault = self.fault
-        self._has_fired.set()
-        if fault.call is not None:
-            fault.call(info)
-        elif fault.action == "raise":
-            raise InjectedFaultError(fault.message or f"injected fault {where}")
-        else:
-            self._cleared.wait(fault.seconds)
-
-
-# ---------------------------------------------------------------------------------------------
-# the device
+# -- the device -----------------------------------------------------------------------------------
 
 
 class Device:
-    """The simulated device of this process: settings, memory, groups, faults.
-
-    Thread-safe. No lock is held while a fault acts.
-    """
+    """The simulated device of this process: settings, memory, groups. Thread-safe."""
 
     def __init__(self) -> None:
         # A collection may end a group while this is held.
@@ -302,7 +152,6 @@ class Device:
         self.settings = Settings()
         self.live: dict[int, GroupInfo] = {}
         self.created = 0
-        self.faults: list[InjectedFault] = []
 
     def open(self, info: GroupInfo) -> None:
         with self.lock:
@@ -327,33 +176,6 @@ class Device:
                 memory.close()
             del self.live[info.serial]
 
-    def remove(self, handle: InjectedFault) -> None:
-        with self.lock:
-            self.faults = [other for other in self.faults if other is not handle]
-
-    def check(
-        self,
-        at: FaultPoint,
-        operation: str,
-        info: GroupInfo | BarrierInfo,
-        moment: FaultMoment = "before",
-    ) -> None:
-        """Run the faults that match this event, in the order of their injection."""
-        if not self.faults:
-            return
-        with self.lock:
-            due = [
-                handle
-                for handle in self.faults
-                if handle.fault.matches(at, operation, info, moment) and handle.strikes()
-            ]
-        where = f"{moment} {at} {operation}"
-        if isinstance(info, GroupInfo):
-            when = "after" if moment == "after" else "at"
-            where = f"{when} {at} of {info}, in {operation}"
-        for handle in due:
-            handle.act(where, info)
-
 
 def _resident(size: int) -> mmap.mmap | None:
     """Private anonymous memory with every page present, outside malloc."""
@@ -366,8 +188,7 @@ def _resident(size: int) -> mmap.mmap | None:
 _device = Device()
 
 
-# ---------------------------------------------------------------------------------------------
-# the communicator
+# -- the communicator -----------------------------------------------------------------------------
 
 
 OPERATIONS = dispatch.COLLECTIVES | {"monitored_barrier", "_start_coalescing"}
@@ -402,7 +223,7 @@ class Communicator:
 
     def __getattr__(self, name: str) -> Any:
         """The transport's; calling a method connects it."""
-        if not callable(_gloo(name)):
+        if not callable(getattr(ProcessGroupGloo, name)):
             return getattr(self._gloo, name, None)
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -414,7 +235,7 @@ class Communicator:
     def use(self, operation: str) -> ProcessGroup:
         """The transport for one operation; connects at the first."""
         group = self.transport(operation)
-        _device.check("collective", operation, self.info)
+        self.info.check("collective", operation)
         with _device.lock:
             self.info.collectives += 1
         return group
@@ -445,7 +266,7 @@ class Communicator:
     def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
         self.check_alive(operation)
         info = self.info
-        _device.check("connect", operation, info)
+        info.check("connect", operation)
         options = backends.gloo_options(
             backends.timeout_of(self._early), _gloo_device(lazy=not eager)
         )
@@ -460,7 +281,7 @@ class Communicator:
             self.check_alive(operation)  # it may have been aborted while this thread waited
             _device.connect(info, self._settings.bytes_per_communicator)
             self._gloo, self._group = gloo, group
-        _device.check("connect", operation, info, "after")
+        info.check("connect", operation, "after")
         return group
 
     # -- the backend's methods ------------------------------------------------------------------
@@ -503,25 +324,17 @@ class Communicator:
 
     def shutdown(self) -> None:
         """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
-        if self._begin_release("shutdown"):
-            self._take()
-            _device.check("release", "shutdown", self.info, "after")
+        self._release("shutdown", list.clear)
 
     def abort(self) -> None:
         """Like :meth:`shutdown`, but waits for nothing. Idempotent."""
-        if self._begin_release("abort"):
-            _drop_later(self._take())
-            _device.check("release", "abort", self.info, "after")
+        self._release("abort", _drop_later)
 
-    def collected(self) -> None:
-        """The group object was collected: its memory is freed."""
-        _drop_later(self._take())
-
-    def _begin_release(self, operation: str) -> bool:
-        if not self.info.is_open:
-            return False
-        _device.check("release", operation, self.info)
-        return True
+    def _release(self, operation: str, drop: Callable[[list[Any]], object]) -> None:
+        if self.info.is_open:
+            self.info.check("release", operation)
+            drop(self._take())
+            self.info.check("release", operation, "after")
 
     def _take(self) -> list[Any]:
         with self._changing:
@@ -545,23 +358,19 @@ def _drop_later(parts: list[Any]) -> None:
         LibraryThread(target=parts.clear, name="sim-abort", daemon=True).start()
 
 
-def _gloo(name: str) -> Any:
-    return getattr(ProcessGroupGloo, name)
-
-
 def _preparation(name: str) -> Callable[[Communicator, str], ProcessGroup]:
     return Communicator.use if name in OPERATIONS else Communicator.transport
 
 
 def _gloo_device(*, lazy: bool) -> Any:
+    gloo: Any = ProcessGroupGloo
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        return _gloo("create_device")(interface=interface, lazy_init=lazy)
-    return _gloo("create_default_device")(lazy_init=lazy)
+        return gloo.create_device(interface=interface, lazy_init=lazy)
+    return gloo.create_default_device(lazy_init=lazy)
 
 
-# ---------------------------------------------------------------------------------------------
-# the group
+# -- the group ------------------------------------------------------------------------------------
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
@@ -590,7 +399,7 @@ class SimulatedProcessGroup(ProcessGroup):
         self._communicator = communicator
         self._store = store.underlying_store if isinstance(store, PrefixStore) else store
         self._listed = False
-        finalizer = weakref.finalize(self, self._communicator.collected)
+        finalizer = weakref.finalize(self, lambda: _drop_later(communicator._take()))
         finalizer.atexit = False
 
     def _get_backend_name(self) -> str:
@@ -661,8 +470,7 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def __repr__(self) -> str:
         info = self._communicator.info
-        where = f"rank {info.rank} of {info.size}"
-        return f"<SimulatedProcessGroup {info.name!r} ({info.desc}) {where} {info.state}>"
+        return f"<simulated {info}, rank {info.rank} of {info.size}, {info.state}>"
 
 
 for _name in dispatch.DISPATCHED - {*vars(SimulatedProcessGroup)}:
@@ -672,8 +480,7 @@ for _name in vars(dispatch.Dispatch):
         setattr(SimulatedProcessGroup, _name, False)
 
 
-# ---------------------------------------------------------------------------------------------
-# the module's functions
+# -- the module's functions -----------------------------------------------------------------------
 
 
 def register() -> None:
@@ -718,32 +525,6 @@ def groups() -> tuple[GroupInfo, ...]:
         return tuple(_device.live.values())
 
 
-def inject(fault: Fault) -> InjectedFault:
-    """Inject a fault into this process. Local.
-
-    Returns:
-        A handle that counts and clears the fault; also a context manager.
-    """
-    if fault.at == "barrier" and _at_barrier not in barrier_hooks:
-        barrier_hooks.append(_at_barrier)
-    handle = InjectedFault(fault, _device.remove)
-    with _device.lock:
-        _device.faults.append(handle)
-    return handle
-
-
-def clear_faults() -> None:
-    """Remove all faults; stalled threads continue. Local, idempotent."""
-    for handle in list(_device.faults):
-        handle.clear()
-
-
-def _at_barrier(moment: Any, operation: str, phase: str, rank: int) -> None:
-    """A rank reaches a barrier."""
-    name = f"{operation}.{phase}"
-    _device.check("barrier", name, BarrierInfo(name, rank), moment)
-
-
 def _create(received: Any, options: object) -> SimulatedProcessGroup:
     """The creating function: what torch calls, with what it received from its caller."""
     info = GroupInfo(
@@ -756,13 +537,13 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
         pg_options=options,
     )
     settings = _device.settings
-    _device.check("create", "create", info)
+    info.check("create", "create")
     communicator = Communicator(info, received.store, settings)
     group = SimulatedProcessGroup(communicator, received.store)
     try:
         if settings.eager:
             communicator.eager_connect_single_device()
-        _device.check("create", "create", info, "after")
+        info.check("create", "create", "after")
     except BaseException:
         group.abort()
         raise
