@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 import reloadpg
 from helpers import faulty_gloo, worlds
 from reloadpg.testing import run_ranks, simulated
-from reloadpg.testing.simulated import Fault, clear_faults, inject
+from reloadpg.testing.faults import Fault, clear_faults, inject
 
 RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
 """Overlapping subgroups; with WORLD, each of four ranks is in four groups."""
@@ -77,14 +77,14 @@ RECOVER_POINTS = (
     "recover.done",
 )
 
-GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment | None, Fault]] = {
-    "offload.group": ("shutdown", Fault("release", operation="shutdown")),
-    "reload.group": ("create", Fault("create")),
-    "recover.group": ("create", Fault("create")),
-    "recover.connect": (None, Fault("connect")),
-    "recover.check": ("allreduce", Fault("collective", operation="allreduce")),
+GROUP_EVENTS: dict[str, Fault] = {
+    "offload.group": Fault("release", operation="shutdown"),
+    "reload.group": Fault("create"),
+    "recover.group": Fault("create"),
+    "recover.connect": Fault("connect"),
+    "recover.check": Fault("collective", operation="allreduce"),
 }
-"""The fault for each point in a group, on the backend ``faulty`` and on simulated groups."""
+"""The fault for each point in a group."""
 
 
 class Injected(Exception):
@@ -293,10 +293,7 @@ def interfere(
         remove = reloadpg.on_offload(lambda: (remove(), action()))
     elif (event := point.rstrip("0123456789")) in GROUP_EVENTS:
         nth = int(point.removeprefix(event)) + 1
-        at, fault = GROUP_EVENTS[event]
-        if at is not None:
-            faulty_gloo.inject(at, action, nth=nth)
-        inject(replace(fault, action="call", nth=nth, call=lambda _: action()))
+        inject(replace(GROUP_EVENTS[event], action="call", nth=nth, call=lambda _: action()))
     else:
         fault = Fault("barrier", "call", operation=point, moment=moment, call=lambda _: action())
         inject(fault)
@@ -304,7 +301,6 @@ def interfere(
 
 def stop_interfering() -> None:
     """Undo :func:`interfere`, except for callbacks."""
-    faulty_gloo.clear()
     clear_faults()
 
 

@@ -79,7 +79,7 @@ def _reload(rank: int, size: int) -> bool:
     reloadpg.on_reload(callback)
     reloadpg.offload()
     if rank == 1:
-        faulty_gloo.inject("created", held)
+        faulty_gloo.inject("create", held, moment="after")
         reloadpg.reload()
     else:
         with simulated.inject(

@@ -30,8 +30,8 @@ def test_the_steps_of_a_cycle_are_in_order():
     dist.new_group([0, 1], group_desc="another")
     log = []
     for nth in range(3):
-        faulty_gloo.inject("shutdown", lambda: log.append("release"), nth=nth + 1)
-        faulty_gloo.inject("created", lambda: log.append("rebuild"), nth=nth + 1)
+        faulty_gloo.inject("release", lambda: log.append("release"), nth=nth + 1)
+        faulty_gloo.inject("create", lambda: log.append("rebuild"), nth=nth + 1, moment="after")
     empty, synchronize = devices.empty_cache, devices.synchronize
     devices.empty_cache = lambda: (log.append("empty cache"), empty())[1]
     devices.synchronize = lambda: (log.append("synchronize"), synchronize())[1]
@@ -42,7 +42,7 @@ def test_the_steps_of_a_cycle_are_in_order():
 
     def profile(frame, event, _):
         module = frame.f_globals.get("__name__", "")
-        if event == "call" and "reloadpg" in module and "standins" not in module:
+        if event == "call" and "reloadpg" in module and "reloadpg.testing" not in module:
             called.append(frame.f_code.co_name)
 
     tensor = torch.ones(1)

@@ -180,8 +180,8 @@ def test_ranks_without_a_group_of_a_set_take_part(rank):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("failed", ["trainer", "engine"])
-@pytest.mark.parametrize(("name", "moment"), [("offload", "shutdown"), ("reload", "create")])
-def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, moment):
+@pytest.mark.parametrize(("name", "at"), [("offload", "release"), ("reload", "create")])
+def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, at):
     """It fails on one rank, after the first change. All ranks then reload only this set.
 
     A recovery makes all sets live.
@@ -201,7 +201,7 @@ def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, moment
     if name == "reload":
         reloadpg.offload(failed)
     if rank == 1:
-        faulty_gloo.inject(moment, fail, group=f"{groups[failed].group_name}*")
+        faulty_gloo.inject(at, fail, group=f"{groups[failed].group_name}*")
     error = reloadpg.errors.ReleaseError if name == "offload" else reloadpg.errors.RebuildError
     with pytest.raises(error if rank == 1 else PeerFailedError):
         getattr(reloadpg, name)(failed)
