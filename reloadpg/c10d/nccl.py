@@ -33,17 +33,19 @@ how the calls that wait are made:
 * An unknown lock: one group at a time, in the shared order, unless ``install(parallelism=...)``
   says otherwise.
 
-``ProcessGroupNCCL2`` holds its lock in the first use too, so no abort ends that wait. A reload that
-connects groups therefore runs an all-reduce on each.
+``ProcessGroupNCCL2`` holds its lock in the first use too. Its abort waits for that lock, and all
+other aborts and creations of the process wait for that abort. So the first use in a reload is a
+:class:`Call`, which :func:`end_calls` ends without torch. A first use by the program is not.
 
-``suspend`` and ``resume`` are called without torch's lock. A call that waits for no rank may be
-made under any lock.
+``suspend`` and ``resume`` are called without torch's lock, and as a :class:`Call`. A call that
+waits for no rank may be made under any lock.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -202,8 +204,8 @@ def suspend_backend(backend: CppBackend) -> None:
 
     While torch's own ``suspend`` and ``resume`` wait for the other members, they hold the GIL and a
     lock that ``abort`` needs (2.13.0 to 2.15.0), so no timeout could end the wait. This function
-    calls NCCL as torch does, but without these locks: another thread can abort the communicator,
-    which ends the call (seen over stand-ins for NCCL, not on a GPU).
+    calls NCCL as torch does, but without these locks. Make it within a :class:`Call`: an abort that
+    does not wait for it frees memory that it moves (SIGSEGV in NVIDIA's host code of NCCL 2.30.7).
     """
     _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
 
@@ -211,6 +213,76 @@ def suspend_backend(backend: CppBackend) -> None:
 def resume_backend(backend: CppBackend) -> None:
     """Resume the communicator of a backend; see :func:`suspend_backend`."""
     _call_nccl("ncclCommResume", backend)
+
+
+class Call:
+    """A call in which NCCL waits for the other members: :func:`end_calls` can end it.
+
+    It counts from its creation to the end of the ``with`` block. Create it before an abort of the
+    communicator can begin.
+
+    Args:
+        part: what is aborted if the operation fails: a group, or one of its backends.
+        backend: the backend that has the communicator, for the current device. Without a
+            communicator of NCCL, nothing can end the call.
+    """
+
+    def __init__(self, part: object, backend: CppBackend) -> None:
+        self.parts = (part, backend)  # the objects themselves, so that no other has their identity
+        self.pointer = pointer_of(backend)
+        if self.pointer:
+            with _left:
+                _calls.append(self)
+
+    def concerns(self, part: object) -> bool:
+        return any(one is part for one in self.parts)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if self.pointer:
+            with _left:
+                _calls.remove(self)
+                _left.notify_all()
+
+
+_calls: list[Call] = []
+_left = threading.Condition()
+
+_LEAVE_S = 30.0
+"""Seconds until a call has left its communicator; longer than a suspend copies memory to the host.
+A wait for a peer ends in milliseconds."""
+
+
+def end_calls(part: object) -> None:
+    """End the calls in which a group or backend waits for peers. Blocking, with a timeout.
+
+    Call it before the abort. NCCL's abort sets a flag, which ends a wait for a peer and not the
+    copies of a suspend or resume. Then it frees the communicator, also if another thread is in it.
+    So the flag is set here, and the abort follows when the calls have returned. Where NCCL is
+    linked statically nothing can set the flag, and nothing is waited for.
+    """
+    library = cast(Any, _nccl())
+    if library is None:
+        return
+    with _left:
+        running = [call for call in _calls if call.concerns(part)]
+        for call in running:  # none of them can return here, so the communicators exist
+            _set_abort_flag(library, call.pointer)
+        _left.wait_for(lambda: not any(call in _calls for call in running), _LEAVE_S)
+
+
+def _set_abort_flag(library: Any, pointer: int) -> None:
+    """Set NCCL's abort flag, and do not free the communicator. Local.
+
+    In a group call, ``ncclCommAbort`` sets the flag at once and frees the communicator at the end.
+    A group call with an error does nothing at its end (NCCL's source, 2.27 to 2.30): here that of a
+    collective without a communicator.
+    """
+    _check(library, "ncclGroupStart", library.ncclGroupStart())
+    library.ncclCommAbort(ctypes.c_void_p(pointer))
+    library.ncclAllReduce(None, None, ctypes.c_size_t(0), 0, 0, None, None)
+    library.ncclGroupEnd()
 
 
 @contextmanager

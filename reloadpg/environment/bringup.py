@@ -344,8 +344,9 @@ class _Creation:
             desc, ranks = group.group_desc or "group", named_ranks(tables.ranks_of(group))
             self.at = f"connecting {desc!r} of {ranks} ({tables.backend_of(group)})"
             used = self.device if self.device.type in kinds else torch.device(next(iter(kinds)))
-            total, expected = sum_ranks(group, used)
-            if self.connect == "canary" and total != expected:
+            sums = sum_ranks(group, used, token)
+            if self.connect == "canary" and sums is not None and sums[0] != sums[1]:
+                total, expected = sums
                 raise ReloadpgError(
                     f"init_distributed: {self.at} over {interface_in_use()}: the sum over the "
                     f"ranks is {total}, expected {expected}. No group was created. The "

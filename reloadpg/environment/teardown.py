@@ -201,11 +201,20 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
     """Abort groups, or all groups if WORLD is one of them. Local; does not wait for peers."""
     if not groups or not is_initialized():
         return
-    from ..c10d import backends, tables
+    from ..c10d import backends, nccl, tables
     from ..threads import Task
 
     every = tables.world() in groups
-    task = Task(backends.abort_all if every else lambda: backends.abort_each(groups), "abort")
+
+    def abort() -> None:
+        for group in groups:
+            nccl.end_calls(group)
+        if every:
+            backends.abort_all()
+        else:
+            backends.abort_each(groups)
+
+    task = Task(abort, "abort")
     if not task.wait(_ABORT_S):
         raise TimeoutError(
             f"The process groups were not aborted within {_ABORT_S:g} s; a thread continues to "

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.distributed import ProcessGroup
 
-from ..c10d import devices
+from ..c10d import devices, nccl
 from ..c10d.backends import (
     backend_for,
     connects_eagerly,
@@ -23,6 +23,7 @@ from ..c10d.backends import (
 )
 from ..errors import InvalidOptionError, RebuildError
 from ..groups.managed import ManagedGroup
+from ..threads import CancelToken
 
 Connect = Literal["none", "eager", "canary"]
 
@@ -61,9 +62,12 @@ def connect_group(group: ManagedGroup) -> Any:
     return backend
 
 
-def check_group(group: ManagedGroup, how: Connect) -> None:
+def check_group(group: ManagedGroup, how: Connect, wanted: CancelToken) -> None:
     """Run an all-reduce of two numbers over a live group; for ``canary``, check the sum."""
-    total, expected = sum_ranks(group.proxy, _device(group))
+    sums = sum_ranks(group.proxy, _device(group), wanted, group.communicator)
+    if sums is None:
+        return
+    total, expected = sums
     if how == "canary" and total != expected:
         raise RebuildError(
             f"canary on {group!r}: the sum over the ranks is {total}, expected {expected}. "
@@ -71,12 +75,30 @@ def check_group(group: ManagedGroup, how: Connect) -> None:
         )
 
 
-def sum_ranks(group: ProcessGroup, device: torch.device) -> tuple[list[int], list[int]]:
-    """Sum two numbers over the ranks; return the sums and those expected. Collective, blocking."""
+def sum_ranks(
+    group: ProcessGroup, device: torch.device, wanted: CancelToken, aborted: object = None
+) -> tuple[list[int], list[int]] | None:
+    """Sum two numbers over the ranks; return the sums and those expected. Collective, blocking.
+
+    The first collective of an NCCL communicator connects it. :func:`.destroy.abort_communicator`
+    ends that, also where torch holds the lock that an abort needs.
+
+    Args:
+        group: the group.
+        device: the device of this rank.
+        wanted: cancelled before the communicator is aborted; the result is then None.
+        aborted: what is then aborted, if it is not ``group``.
+    """
     rank, size = group.rank(), group.size()
     with devices.current(device.index):
         tensor = torch.tensor([1, rank + 1], dtype=torch.int64, device=device)
-        group.allreduce([tensor]).wait()
+        with wanted as is_wanted:
+            if not is_wanted:
+                return None
+            call = nccl.Call(aborted or group, backend_for(group, device))
+        with call:
+            work = group.allreduce([tensor])
+        work.wait()
         devices.synchronize(device.index)
         raise_for_aborted()
         return tensor.tolist(), [size, size * (size + 1) // 2]

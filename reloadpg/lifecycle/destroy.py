@@ -158,8 +158,10 @@ def abort_communicator(part: Any) -> None:
     that another thread has just freed (torch 2.15.0 over NVIDIA's host code of NCCL 2.30.7).
     """
     lock = _aborting.setdefault(part, threading.Lock())
-    with lock, suppress(RuntimeError), nccl.group_call():
-        part.abort()
+    with lock, suppress(RuntimeError):
+        nccl.end_calls(part)
+        with nccl.group_call():
+            part.abort()
 
 
 def let_go(released: list[Any], *, aborted: bool) -> None:

@@ -42,7 +42,7 @@ def rebuild(op: Operation, job: Job, connect: Connect) -> None:
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
-    op.over(checked, lambda group, *_: check_group(group, connect), parallelism=1)
+    op.over(checked, lambda group, wanted, _: check_group(group, connect, wanted), parallelism=1)
     op.barrier("done")
     op.note = "" if op.reports else "no reloadable group here"
     op.call_reloaded(gone)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import backends as c10d_backends
 from ..c10d import devices, memory, nccl
+from ..c10d.backends import CppBackend
 from ..errors import BorrowedError, InsufficientMemoryError
 from ..groups.borrowed import borrowed, is_of
 from ..groups.creation import Construction
@@ -46,21 +47,40 @@ def suspend(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
         if not is_wanted:
             return
         inner = group.suspend()
-    _each_backend(group, inner, nccl.suspend_backend)
+    _each_backend(group, inner, wanted, nccl.suspend_backend)
 
 
 def resume(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
     """Resume a suspended group. Blocking, collective over its members."""
-    _each_backend(group, group.communicator, nccl.resume_backend)
+    with wanted as is_wanted:
+        if not is_wanted:
+            return
+        inner = group.communicator
+    _each_backend(group, inner, wanted, nccl.resume_backend)
     with wanted as is_wanted:
         if is_wanted:
             group.resume()
 
 
-def _each_backend(group: ManagedGroup, inner: ProcessGroup, act: Callable[[Any], object]) -> None:
-    if group.history.strategy == "suspend":
-        with devices.current(devices.index_for(group.proxy)):
-            for backend in released_backends(inner, group.construction):
+def _each_backend(
+    group: ManagedGroup,
+    inner: ProcessGroup,
+    wanted: CancelToken,
+    act: Callable[[CppBackend], object],
+) -> None:
+    """Suspend or resume the communicators of a group, unless the operation has failed.
+
+    An abort ends such a call while it waits for a peer, and waits for it while it moves memory.
+    """
+    if group.history.strategy != "suspend":
+        return
+    with devices.current(devices.index_for(group.proxy)):
+        for backend in released_backends(inner, group.construction):
+            with wanted as is_wanted:
+                if not is_wanted:  # it may be aborted already
+                    return
+                call = nccl.Call(inner, backend)
+            with call:
                 act(backend)
 
 

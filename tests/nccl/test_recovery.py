@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.nccl_job import on_engines
+from helpers.fault_job import RING, attempt
+from helpers.nccl_job import held, on_engines, start
+from helpers.nccl_job import summed as summed_ranks
 
 import reloadpg
+from reloadpg.testing import standins
+from reloadpg.testing.standins import Fault
 
 pytestmark = [
     pytest.mark.standins,
@@ -56,3 +60,70 @@ def test_a_fault_before_the_first_collective_of_a_rebuilt_group_is_recovered(
         assert summed(group) == 2.0
         reloadpg.offload()
         reloadpg.reload()
+
+
+ERRORS = ("RebuildError", "PeerFailedError", "RendezvousTimeoutError")
+HOWS = pytest.mark.parametrize("how", ["reload", "recover"])
+EACH = [(1, 0), (1, -1), (0, 0), (0, -1)]
+"""A rank of two, and a group of those that it connects."""
+
+
+def connections_fail(
+    how: str,
+    rank: int,
+    faults: list[tuple[int, int]],
+    size: int = 2,
+    action: standins.Action = "fail",
+    limit: timedelta = LIMIT,
+) -> None:
+    """A rank fails in the connection of a group; the next call of all ranks repairs that."""
+    start(rank, recoverable=True, timeout=limit)
+    members = [[0, 1]] * 2 if size == 2 else RING
+    groups = [(None, range(size)), *((dist.new_group(list(part)), part) for part in members)]
+    mine = [(group, sum(part) + len(part)) for group, part in groups if rank in part]
+
+    def sums_right() -> bool:
+        return all(summed_ranks(group, rank) == total for group, total in mine)
+
+    def call() -> None:
+        if how == "recover":
+            reloadpg.recovery.recover("a test", timeout=limit)
+        else:
+            reloadpg.reload(connect="eager")
+
+    for victim, group in faults:
+        assert sums_right()
+        if how == "reload":
+            reloadpg.offload()
+        if rank == victim:
+            skip = range(len(mine))[group]
+            standins.inject(Fault(action, "collective", rank=rank, skip=skip, times=1))
+        assert attempt(call).kind in ERRORS
+        call()
+        assert sums_right()
+        reloadpg.offload()
+        assert held()[:2] == (0, 0)
+        reloadpg.reload()
+
+
+@HOWS
+@on_engines(2, RELOADPG_STANDIN_CONNECT="1")
+def test_a_connection_that_fails_on_one_rank_is_repaired(engine: str, how: str, rank: int) -> None:
+    """Its peer is in that connection, and ``ProcessGroupNCCL2`` holds a lock there (failure 47)."""
+    connections_fail(how, rank, EACH)
+
+
+@HOWS
+@on_engines(4, RELOADPG_STANDIN_CONNECT="1")
+def test_a_failed_connection_is_repaired_in_overlapping_groups(
+    engine: str, how: str, rank: int
+) -> None:
+    """As failure 47, with peers in different groups."""
+    connections_fail(how, rank, [*EACH, (3, 1), (2, 2)], size=4)
+
+
+@HOWS
+@on_engines(2, RELOADPG_STANDIN_CONNECT="1")
+def test_a_connection_that_hangs_on_one_rank_is_repaired(engine: str, how: str, rank: int) -> None:
+    """The operation reaches its timeout (failure 47)."""
+    connections_fail(how, rank, EACH[:1], action="hang", limit=SHORT)

@@ -262,6 +262,41 @@ def test_an_interrupt_within_a_suspend(engine: str, rank: int) -> None:
 
 @pytest.mark.parametrize("operation", ["offload", "reload"])
 @on_three()
+def test_an_abort_waits_for_the_copies_of_a_suspend_or_resume(
+    engine: str, rank: int, operation: str
+) -> None:
+    """NCCL's does not, and frees what another thread copies (failure 48).
+
+    The stand-in records that, which fails this test.
+    """
+    log = Path(f"{os.environ['TMPDIR']}/nccl.{rank}")
+    os.environ["RELOADPG_STANDIN_LOG"] = str(log)
+    job = start()
+    if operation == "reload":
+        reloadpg.offload()
+    fault = standins.Fault("hang", "copy", rank=FAULTY, times=1)
+
+    def interrupt() -> None:
+        assert eventually(lambda: "fault: hang in copy" in log.read_text())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if rank == FAULTY:
+        copy = standins.inject(fault)
+        threading.Thread(target=interrupt, daemon=True).start()
+    seen = attempt(getattr(reloadpg, operation))
+    assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
+    assert job.states() == {"failed"}
+    if rank == FAULTY:
+        assert standins.communicators() >= 1
+        copy.clear()
+    reloadpg.reload()
+    assert job.sums()
+    reloadpg.offload()
+    assert standins.communicators() == 0
+
+
+@pytest.mark.parametrize("operation", ["offload", "reload"])
+@on_three()
 def test_a_backend_that_the_program_has_suspended_or_resumed(engine: str, operation: str) -> None:
     """A second suspend or resume raises on all ranks; a reload recreates the groups.
 

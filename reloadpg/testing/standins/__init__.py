@@ -77,6 +77,7 @@ Call = Literal[
     "abort",
     "suspend",
     "resume",
+    "copy",
     "monitor",
 ]
 
@@ -90,8 +91,10 @@ class Fault:
             longer. ``hang``: it does not return until the fault is cleared, or another thread
             aborts the communicator. ``async``: it succeeds, and the communicator has this
             asynchronous error; its operations then wait until it is aborted.
-        call: the function of NCCL. ``monitor`` is none of NCCL: the thread with which torch
-            monitors the watchdog of a group does not run for `seconds`, before it waits.
+        call: the function of NCCL. ``copy`` is the work of a suspend or resume, once all members
+            have called it: an abort does not end it. ``monitor`` is none of NCCL: the thread with
+            which torch monitors the watchdog of a group does not run for `seconds`, before it
+            waits.
         rank: the global rank (its variable RANK); None for all ranks.
         skip: number of matching calls of each process that succeed before the fault.
         times: number of calls of each process that fail after them; None for all.
@@ -152,9 +155,10 @@ class Job:
     def uses_after_release(self) -> list[str]:
         """List the calls of NCCL with a communicator that was destroyed or aborted before. Local.
 
-        Each has the rank, the function of NCCL, the communicator, and the Python stack of the
-        caller. On a GPU each is a use after free. Calls from threads without Python are not
-        recorded: torch's watchdog looks for an abort and then calls NCCL.
+        Also the aborts of a communicator while a suspend or resume moves its memory. Each has the
+        rank, the function of NCCL, the communicator, and the Python stack of the caller. On a GPU
+        each is a use after free. Calls from threads without Python are not recorded: torch's
+        watchdog looks for an abort and then calls NCCL.
         """
         path = self.folder / _RELEASED
         text = path.read_text(errors="replace") if path.exists() else ""

@@ -201,6 +201,7 @@ struct ncclComm {
   standin::ShmFile shm;
   long bytes = 0, pinned = 0;  // on the device, and what a suspend has copied to the host
   bool suspended = false;
+  std::atomic<int> copying{0};  // threads that move its memory in a suspend or resume
   std::atomic<bool> ended{false};
   std::set<int> connected;  // members with which an operation has connected it
   bool met = false;         // whether a collective has connected all members, in its call
@@ -261,22 +262,22 @@ std::map<const ncclComm*, std::string>& released() {  // handles of this process
   return object;
 }
 
-// Write a use of a released communicator, with the Python stack of the caller, to the job's file
-// `released`. Threads without Python, such as the watchdogs of torch, are not recorded: they check
-// for an abort and call NCCL in two steps.
-void record_use(const ncclComm* comm, const char* call, const std::string& name) {
+void* python_thread() {  // null for a thread without Python
   using State = void* (*)();
+  auto state = reinterpret_cast<State>(dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState"));
+  return state ? state() : nullptr;
+}
+
+// Write what is a use after free, with the Python stack of the caller, to the job's file `released`.
+void record(const std::string& what) {
   using Dump = void (*)(int, void*);
-  auto state_of_thread = reinterpret_cast<State>(dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState"));
   auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"));
-  void* state = state_of_thread ? state_of_thread() : nullptr;
-  if (!state) return;
+  void* state = python_thread();
   // The stack is written in many parts: in memory first, since other ranks write to the same file.
   int memory = memfd_create("released", MFD_CLOEXEC);
   if (memory < 0) return;
-  dprintf(memory, "rank %d, pid %d: %s uses communicator %s after its release\n", global_rank(),
-          getpid(), call, name.c_str());
-  if (dump) dump(memory, state);
+  dprintf(memory, "rank %d, pid %d: %s\n", global_rank(), getpid(), what.c_str());
+  if (dump && state) dump(memory, state);
   std::string text(lseek(memory, 0, SEEK_END), '\0');
   ssize_t length = pread(memory, text.data(), text.size(), 0);
   close(memory);
@@ -285,6 +286,13 @@ void record_use(const ncclComm* comm, const char* call, const std::string& name)
   if (file < 0) return;
   if (write(file, text.data(), length) != length) fprintf(stderr, "%s", text.c_str());
   close(file);
+}
+
+// Threads without Python, such as the watchdogs of torch, are not recorded: they check for an abort
+// and call NCCL in two steps.
+void record_use(const char* call, const std::string& name) {
+  if (python_thread())
+    record(std::string(call) + " uses communicator " + name + " after its release");
 }
 
 // Null, with the error set, if it does not exist. `call` is the function of NCCL.
@@ -297,7 +305,7 @@ Comm find(const ncclComm* comm, const char* call = __builtin_FUNCTION()) {
     auto gone = released().find(comm);
     if (gone != released().end()) name = gone->second;
   }
-  if (!name.empty()) record_use(comm, call, name);
+  if (!name.empty()) record_use(call, name);
   t_last_error = "no such communicator; it may have been destroyed";
   return nullptr;
 }
@@ -359,7 +367,7 @@ ncclResult_t fault(const char* call, const Comm& comm) {
         return false;
       };
       while (there()) {
-        if (comm->aborted && strcmp(call, "abort") != 0)
+        if (comm->aborted && strcmp(call, "abort") != 0 && strcmp(call, "copy") != 0)
           return fail(ncclSystemError, "aborted during an injected hang");
         std::this_thread::sleep_for(kPoll);
       }
@@ -438,8 +446,10 @@ thread_local std::vector<DeferredStart> t_starts;
 struct DeferredEnd {
   Comm comm;
   bool abort;
+  bool real;  // whether NVIDIA's code has it too
 };
 thread_local std::vector<DeferredEnd> t_ends;
+thread_local bool t_real_group = false;  // whether a group call of NVIDIA's code is open for them
 
 std::string shared_path(const ncclComm& comm) { return std::string(standin_job()) + "/comm-" + comm.id; }
 
@@ -695,6 +705,9 @@ ncclResult_t end(const Comm& comm, bool abort) {
     }
   }
   if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it
+  if (comm->copying)  // NCCL's abort does not wait for it
+    record("communicator " + comm->id + " (" + comm->name + ") is released during the work of a " +
+           (comm->suspended ? "resume" : "suspend"));
   give_back_memory(comm.get());
   comm->shares = nullptr;
   forget(comm);
@@ -702,14 +715,36 @@ ncclResult_t end(const Comm& comm, bool abort) {
   return ncclSuccess;
 }
 
+// A destroy or an abort of a group call, which NVIDIA's code gets at once: its abort sets the flags
+// that end waits for peers, and frees the communicator at the end of the group.
+bool defer_real(ncclComm* comm, bool abort) {
+  ncclComm_t real = comm->real;
+  if (!real || comm->real_ends[abort].exchange(true)) return false;
+  if (!std::exchange(t_real_group, true)) host_code::call("ncclGroupStart");
+  host_code::call(abort ? "ncclCommAbort" : "ncclCommDestroy", real);
+  return true;
+}
+
+// End the group call of NVIDIA's code. After an error in a group, nothing of it is done.
+void end_real_group(const std::vector<DeferredEnd>& ends, bool failed) {
+  if (!std::exchange(t_real_group, false)) return;
+  const void* nothing = nullptr;
+  void* into = nullptr;
+  if (failed)
+    host_code::call("ncclAllReduce", nothing, into, size_t{0}, ncclInt8, ncclSum, ncclComm_t{},
+                    cudaStream_t{});
+  ncclResult_t result = host_code::call("ncclGroupEnd");
+  log(nullptr, "NVIDIA's group of ends: %d", result);
+  for (auto& each : ends) {
+    if (each.real && failed) each.comm->real_ends[each.abort] = false;
+    else if (each.real && (!each.abort || !each.comm->real_ends[false])) each.comm->real = nullptr;
+  }
+}
+
 // Destroys and aborts of a group call, at its end, in parallel.
 ncclResult_t end_all(const std::vector<DeferredEnd>& ends) {
   if (ends.empty()) return ncclSuccess;
-  if (host_code::given()) {
-    host_code::call("ncclGroupStart");
-    for (auto& each : ends) end_real(each.comm.get(), each.abort);
-    host_code::call("ncclGroupEnd");
-  }
+  end_real_group(ends, false);
   std::vector<std::thread> threads;
   std::vector<ncclResult_t> results(ends.size());
   for (size_t k = 0; k < ends.size(); k++)
@@ -733,7 +768,7 @@ ncclResult_t end_or_defer(const Comm& comm, bool abort) {
     ncclResult_t result = fault(abort ? "abort" : "destroy", comm);
     return result ? result : end(comm, abort);
   }
-  t_ends.push_back({comm, abort});
+  t_ends.push_back({comm, abort, defer_real(comm.get(), abort)});
   return ncclSuccess;
 }
 
@@ -1030,6 +1065,24 @@ EXPORT ncclResult_t ncclWinGetUserPtr(ncclComm_t, ncclWindow_t window, void** po
 
 constexpr int kSuspendMemory = 1;
 
+// The work of a suspend or resume, which looks for no abort.
+static ncclResult_t copy_memory(const Comm& comm, bool suspend) {
+  struct Copying {
+    ncclComm& comm;
+    explicit Copying(ncclComm& of) : comm(of) { comm.copying++; }
+    ~Copying() { comm.copying--; }
+  } copying{*comm};
+  if (comm->ended) record_use(suspend ? "ncclCommSuspend" : "ncclCommResume", comm->id);
+  if (ncclResult_t result = fault("copy", comm)) return result;
+  if (comm->ended) return fail(ncclSystemError, "it was aborted");
+  const char* cumem = getenv("NCCL_CUMEM_ENABLE");  // without it NCCL releases nothing
+  const long released = cumem && std::string(cumem) == "0" ? 0 : comm->bytes - comm->left();
+  if (!move_to_host(comm.get(), suspend ? released : -comm->pinned))
+    return fail(ncclUnhandledCudaError, kOutOfMemory);
+  comm->suspended = suspend;
+  return ncclSuccess;
+}
+
 static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
@@ -1044,11 +1097,7 @@ static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
                                 : call_real("ncclCommResume", comm.get());
   if (result) return result;
   if (!meet(comm.get(), 0, 0)) return fail(ncclSystemError, "it was aborted");
-  const char* cumem = getenv("NCCL_CUMEM_ENABLE");  // without it NCCL releases nothing
-  const long released = cumem && std::string(cumem) == "0" ? 0 : comm->bytes - comm->left();
-  if (!move_to_host(comm.get(), suspend ? released : -comm->pinned))
-    return fail(ncclUnhandledCudaError, kOutOfMemory);
-  comm->suspended = suspend;
+  if (ncclResult_t copied = copy_memory(comm, suspend)) return copied;
   return meet(comm.get(), 0, 0) ? ncclSuccess : fail(ncclSystemError, "it was aborted");
 }
 
@@ -1577,12 +1626,14 @@ EXPORT ncclResult_t ncclGroupStart() {
 EXPORT ncclResult_t ncclGroupEnd() {
   if (!t_group_depth) return fail(ncclInvalidUsage, "ncclGroupEnd: not in a group call");
   if (--t_group_depth > 0) return ncclSuccess;
-  ncclResult_t ended = end_all(std::exchange(t_ends, {}));
+  std::vector<DeferredEnd> ends = std::exchange(t_ends, {});
   if (ncclResult_t error = std::exchange(t_group_error, ncclSuccess)) {
+    end_real_group(ends, true);
     t_starts.clear();
     t_pending.clear();
     return error;
   }
+  ncclResult_t ended = end_all(ends);
   std::vector<DeferredStart> starts = std::move(t_starts);
   t_starts.clear();
   ncclResult_t result = start_all(starts);
