@@ -84,6 +84,14 @@ class Peers:
             if rank != self._rank and (not gone or parent == self._parent):
                 self._watched[rank] = int(pid), started
 
+    def state_of(self, rank: int) -> str:
+        """What a rank's process does: ``runs``, ``stopped`` or ``gone``. Local.
+
+        Empty if it is not watched: it is this one, on another host, or has not joined the job.
+        """
+        process = self._watched.get(rank)
+        return "" if process is None else absence_of(*process) or "runs"
+
     def dead(self) -> tuple[int, ...]:
         """List the ranks whose processes have ended. Local, non-blocking."""
         watched = dict(self._watched)  # another thread may add to them

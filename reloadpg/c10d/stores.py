@@ -5,20 +5,32 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from types import FunctionType
 from typing import Any, cast
 
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d as _c10d
 
+from ..errors import ReloadpgError
 from .tables import is_known, store_of
 
 _RANKS_PER_ROOT = 128
 _HAS_NCCL2 = hasattr(_c10d, "ProcessGroupNCCL2")
+_NEEDED = ("add", "clone", "compare_set", "set", "wait")
+_LISTENS_S = 5.0
+IDLE_S = 10.0
+"""Seconds without a request after which a connection may have been reset."""
+
 _PAIRS_UP_TO = 16
 """In larger groups, such as data-parallel ones, keys of pairs are not deleted: they rarely send."""
+
+
+class JobEnded(RuntimeError):  # noqa: N818 - never leaves the core
+    """The default group was destroyed, and with it the job that its store belongs to."""
 
 
 def root_store(group: ProcessGroup) -> Store:
@@ -45,7 +57,10 @@ def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
     def find() -> Store:
         group = reference()
         if group is None or not is_known(group):
-            raise RuntimeError("the default group that the store belongs to was destroyed")
+            raise JobEnded(
+                "the default group was destroyed, in a callback or in another thread, and with it "
+                "all groups on this rank. Call init_process_group() for a new job"
+            )
         return root_store(group)
 
     return find
@@ -59,12 +74,86 @@ def fake_store() -> Store:
     return FakeStore()
 
 
-def clone_store(store: Store) -> Store:
+def clone_store(store: Store, *, again: bool = False) -> Store:
     """Return a client of the same store with a separate connection. Blocking.
 
     A blocking wait holds the lock of its client, so each thread needs a separate client.
+
+    Args:
+        again: whether the server may have ended since the first connection: torch's attempts to
+            connect to a server that does not listen cannot be ended, also not by the end of the
+            process, which they can make a SIGABRT.
+
+    Raises:
+        ReloadpgError: the class of the store lacks methods.
+        RuntimeError: no server listens.
     """
+    own = unprefixed(store)
+    if lacking := _lacking(type(own)):
+        kind = f"{type(own).__module__}.{type(own).__qualname__}"
+        raise ReloadpgError(
+            f"the store of the job, a {kind}, does not define {', '.join(lacking)}, which reloadpg "
+            "needs; no group was changed. Define the missing methods, or pass another store to "
+            "init_process_group(), such as a TCPStore."
+        )
+    if again and isinstance(own, TCPStore):
+        try:
+            socket.create_connection((own.host, own.port), _LISTENS_S).close()
+        except OSError as error:
+            raise RuntimeError(f"no server listens at {own.host}:{own.port}: {error}") from None
     return cast(Store, cast(Any, store).clone())
+
+
+def _lacking(kind: type) -> list[str]:
+    """The methods that a store in Python lacks, of those without which the ranks cannot agree."""
+    defined = kind.__mro__[: kind.__mro__.index(Store)]
+    for base in defined:
+        if not any(isinstance(one, FunctionType) for one in vars(base).values()):
+            return []  # it is defined in C++
+    return [name for name in _NEEDED if getattr(kind, name) is getattr(Store, name)]
+
+
+class Clients:
+    """Clients of one store, kept by number. A client that was idle is checked before its use, since
+    its connection may have been reset, and replaced.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Store, float]] = {}
+
+    def is_ready(self, number: int) -> bool:
+        """Whether :meth:`of` sends no request. Local."""
+        return number in self._kept and time.monotonic() - self._kept[number][1] <= IDLE_S
+
+    def of(self, number: int, root: Store) -> Store:
+        """Return a client. Blocks until it is connected, or its server responds.
+
+        Args:
+            number: its number; only one thread uses it.
+            root: a client to clone.
+        """
+        if number in self._kept:
+            client = self._kept[number][0]
+            if not self.is_ready(number):
+                try:
+                    client.compare_set("-", "-", "-")
+                except RuntimeError:
+                    client = clone_store(root, again=True)
+        else:
+            client = clone_store(root)
+        self._kept[number] = client, time.monotonic()
+        return client
+
+
+def delete_keys(store: Store, keys: Iterable[str]) -> None:
+    """Delete keys; those that the store cannot delete stay. It raises if the connection is lost."""
+    for key in keys:
+        try:
+            store.delete_key(key)
+        except DistNetworkError:
+            raise
+        except RuntimeError:  # such as NotImplementedError
+            return
 
 
 def shut_store_connections(store: Store) -> None:

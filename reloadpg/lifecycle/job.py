@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from ..c10d import stores, tables
 from ..errors import ReloadpgError
@@ -80,7 +80,7 @@ class Job:
     sets: defaultdict[str, SetState] = field(default_factory=lambda: defaultdict(SetState))
     generation: int = 0
     unfinished: list[Unfinished] = field(default_factory=list)
-    creation_stores: dict[int, Store] = field(default_factory=dict)
+    creation_stores: stores.Clients = field(default_factory=stores.Clients)
     dumps: DumpWatch | None = None
     suspend_obstacle: str = ""
     warned_of_one_rank: bool = False

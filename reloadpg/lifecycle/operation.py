@@ -17,6 +17,7 @@ from itertools import groupby
 from torch.distributed import ProcessGroup
 
 from ..c10d import devices, memory, nccl
+from ..c10d.stores import Clients
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
 from ..groups.borrowed import borrowed
 from ..groups.creation import HANDED_OVER
@@ -249,7 +250,7 @@ class Operation:
         if phase in ("suspended", "resumed"):
             job.suspend_obstacle = f"an earlier {self.name} failed in its phase {phase!r}: {reason}"
             self.warnings = ["from now on, the job recreates its groups and suspends none"]
-        job.creation_stores = {}  # abandoned creations may hold the clients indefinitely
+        job.creation_stores = Clients()  # abandoned creations may hold the clients indefinitely
         # Some ranks may have rebuilt a group and others not. With different generations, the ranks
         # would disagree in every later attempt.
         for group in self.groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
@@ -101,10 +101,11 @@ class Rebuilds:
         while it waits for its peers, and two creations on one client would wait for each other.
         """
         world = self._op.world
-        store = self._clients.get(index, stores.root_store(world))
-        if self._has_peers and index not in self._clients:
-            self._op.set_doing(index, f"{group!r} (connecting to the store)")
-            store = self._clients[index] = stores.clone_store(store)
+        store = stores.root_store(world)
+        if self._has_peers:
+            if not self._clients.is_ready(index):
+                self._op.set_doing(index, f"{group!r} (connecting to the store)")
+            store = self._clients.of(index, store)
             self._op.set_doing(index, repr(group))
         if group.construction.is_world:
             return store
@@ -145,12 +146,11 @@ def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) 
         return
 
     def delete(store: Store) -> None:
-        for key in spent:
-            with suppress(NotImplementedError):
-                store.delete_key(key)
+        stores.delete_keys(store, spent)
 
+    deadline = Deadline(op.name, op.round.seconds, op.round.phase)
     with op.step("store"):
-        job.rendezvous.client.ask(delete, Deadline(op.name, op.round.seconds, op.round.phase))
+        job.rendezvous.client.ask(delete, deadline, repeats=True)
 
 
 def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..c10d import backends, tables
+from ..c10d.stores import Clients
 from ..errors import PeerFailedError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
@@ -246,7 +247,7 @@ def _seconds(given: timedelta | float | None) -> float | None:
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
     """Set all groups to failed and abort their communicators in parallel. Local, non-blocking."""
     op.mark_offloaded()
-    job.creation_stores = {}
+    job.creation_stores = Clients()
     op.in_caller(partial(_close_coalescing, op))
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object

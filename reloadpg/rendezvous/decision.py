@@ -6,6 +6,7 @@ import json
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from ..c10d import stores
 from ..errors import DisagreementError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from ..texts import named_ranks
 from ..threads import Deadline
@@ -27,16 +28,18 @@ class Decision:
         kind: ``ok``, ``failed``, ``timeout``, ``disagree``, or ``recover`` (a rank requests a
             recovery of all ranks).
         rank: the rank that failed, reached its timeout, or requests a recovery.
-        text: the reason of the failure, the difference between the ranks, or, at the first barrier,
-            the summary of what ranks have said.
+        text: the reason of the failure, the difference between the ranks, what came before a
+            timeout, or, at the first barrier, the summary of what ranks have said.
         barrier: the barrier at which the operation ended early; -1 if it is unknown.
         missing: ranks that did not respond.
+        late: ranks that had not arrived when the timeout was decided, and have responded since.
         stuck: ranks that responded but had not finished their own work at the timeout.
         doing: the work of the first of ``stuck``, as text.
         dead: ranks whose processes have ended, as detected by a rank on the same host.
         operation: name of the operation that ended early.
         generation: the generation with which the ranks rebuild all groups of a reload, since they
             disagree on the state alone; otherwise 0.
+        arrived: how many ranks had arrived at the barrier when a timeout was decided.
     """
 
     kind: str
@@ -49,6 +52,8 @@ class Decision:
     dead: tuple[int, ...] = ()
     operation: str = ""
     generation: int = 0
+    arrived: int = 0
+    late: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(astuple(self))
@@ -100,12 +105,17 @@ class Decision:
                 f"\nNo response since then from {named_ranks(others)}: ended, unreachable, or "
                 "still in a callback or collective."
             )
-        if rank in self.missing:
+        if rank in (*self.missing, *self.late):
             text += "\nThis rank arrived too late."
         return text
 
     def _remedy(self, operation: str) -> str:
-        if self.dead or operation == "exit":  # of a scope, which aborts its groups when it raises
+        if operation == "exit":  # of a scope
+            return (
+                "The groups of this block are aborted. If the default group is one of them, or a "
+                "process has ended, restart the job; otherwise create them again on all ranks."
+            )
+        if self.dead:
             return "Restart the job."
         name, late = operation.split()[0], self.kind == "timeout"
         cause = "Find out why they are delayed" if late else f"Remove the cause on rank {self.rank}"
@@ -118,13 +128,14 @@ class Decision:
 
     def _timeout(self, wait: Deadline, rank: int, size: int) -> RendezvousTimeoutError:
         name = wait.operation.split()[0]
-        arrived = size - len(self.missing) - len(self.stuck)
+        missing = tuple(sorted((*self.missing, *self.late)))
+        arrived = size - len(missing) - len(self.stuck)
         text = (
             f"{wait.operation}: rank {self.rank} waited {wait.seconds:g} s without progress in "
             f"phase {wait.phase!r}; {arrived} of {size} ranks arrived"
         )
-        if self.missing:
-            text += f", missing: {named_ranks(self.missing)}"
+        if missing:
+            text += f", missing: {named_ranks(missing)}"
         text += "."
         if self.stuck:
             whose = "its" if len(self.stuck) == 1 else "their"
@@ -134,7 +145,9 @@ class Decision:
                 "library that still uses the communicator, or a CUDA graph that captured its "
                 "collectives."
             )
-        if rank in self.missing:
+        if self.text:
+            text += f" Before this call, {self.text}."
+        if rank in missing:
             text += " This rank arrived too late."
         elif self.missing and wait.phase == "enter" and name in TIMEOUT_SETTING:
             text += (
@@ -146,28 +159,62 @@ class Decision:
             phase=wait.phase,
             seconds=wait.seconds,
             arrived=arrived,
-            missing=self.missing,
+            missing=missing,
         )
 
 
 _STORE_ENDED = "Its server, usually in rank 0's process or the launcher's agent, has ended"
 
 
-def store_silent(wait: Deadline, rank: int) -> RendezvousTimeoutError:
-    """Build the error for a store that did not respond."""
+def _server(wait: Deadline, host: str) -> str:
+    """Say what may have happened to the server of a store, and what to do.
+
+    Args:
+        host: what the processes of this host show of rank 0's; see :meth:`Peers.state_of`.
+    """
+    name = wait.operation.split()[0]
+    call = f"{'reload' if name in ('offload', 'recover') else name}() on all ranks"
+    if host == "stopped":
+        return (
+            "The process of rank 0, which usually has its server, is stopped (SIGSTOP, a debugger, "
+            f"a scheduler). Continue it, then call {call}. "
+            "If the store still does not respond: Restart the job."
+        )
+    if host == "runs":
+        return (
+            "The process of rank 0, which usually has its server, runs on this host; it may be "
+            f"busy, or end now. When it responds again, call {call}. "
+            "If the store still does not respond: Restart the job."
+        )
+    if host == "gone":
+        return "The process of rank 0, which usually has its server, has ended. Restart the job."
+    return f"{_STORE_ENDED} or is unreachable. Restart the job."
+
+
+def store_silent(wait: Deadline, rank: int, host: str = "") -> RendezvousTimeoutError:
+    """Build the error for a store that did not respond; ``host``: see :func:`_server`."""
     return RendezvousTimeoutError(
         f"{wait.operation}: rank {rank} waited {wait.seconds:g} s in phase {wait.phase!r}, and the "
         f"rendezvous store does not respond; it is unknown which other ranks arrived. "
-        f"{_STORE_ENDED} or is unreachable. Restart the job.",
+        f"{_server(wait, host)}",
         phase=wait.phase,
         seconds=wait.seconds,
         arrived=1,
     )
 
 
-def store_lost(wait: Deadline, cause: Exception) -> ReloadpgError:
-    """Build the error for a store that has ended."""
+def store_lost(wait: Deadline, cause: Exception, host: str = "") -> ReloadpgError:
+    """Build the error for a store that cannot be reached; ``host``: see :func:`_server`."""
+    where = f"{wait.operation}, phase {wait.phase!r}"
+    if isinstance(cause, stores.JobEnded):
+        return ReloadpgError(f"{where}: {cause}.")
+    return ReloadpgError(f"{where}: the rendezvous store is lost: {cause}. {_server(wait, host)}")
+
+
+def store_unreadable(key: str, value: object) -> ReloadpgError:
+    """Build the error for a value that no rank of the job has written."""
     return ReloadpgError(
-        f"{wait.operation}, phase {wait.phase!r}: the rendezvous store is lost: {cause}. "
-        f"{_STORE_ENDED}. Restart the job."
+        f"the key {key!r} of the rendezvous store holds {str(value)[:80]!r}, which no rank has "
+        "written, so the ranks can agree on nothing. Find the program that writes keys under "
+        "'reloadpg/' to this store; then restart the job."
     )

@@ -48,10 +48,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from .decision import Decision
+from ..errors import ReloadpgError
+from .decision import Decision, store_unreadable
 from .plan import MOST, Plan, differences, reconciled
+
+T = TypeVar("T")
 
 OK = Decision("ok")
 
@@ -210,6 +213,8 @@ class Rank:
         operation: its name.
         at: the value of ``current`` that this rank acts on.
         confirmed: whether all ranks have met in this job.
+        place: how many ranks had arrived at the next barrier, with this one; 0 before it has.
+        missed: that it came too late to the operation before, as text.
     """
 
     def __init__(self, rank: int, size: int, host: str = "", process: str = "") -> None:
@@ -217,6 +222,7 @@ class Rank:
         self.host, self.process = host, process
         self.job, self.next, self.confirmed = 0, 1, size == 1
         self.number, self.operation, self.at = 0, "", Current()
+        self.place, self.missed = 0, ""
 
     def key(self, name: str, number: int | None = None, barrier: int | None = None) -> str:
         """A key of an operation: by default of that which this rank has entered."""
@@ -235,24 +241,39 @@ class Rank:
         did not respond.
         """
         counted = yield Add(f"jobs/{self.rank}", 1)
-        newest = int((yield Read("job")) or 0)
+        newest = yield from self._newest()
         while newest < counted:
-            newest = int((yield Swap("job", str(newest or ""), str(counted))) or 0)
+            text = yield Swap("job", str(newest or ""), str(counted))
+            newest = _decoded(_number, "job", text)
         if newest > counted:
             yield Add(f"jobs/{self.rank}", newest - counted)
         self.job = newest
         if self.host:
             yield Append(self.listed, self.process)
 
+    @staticmethod
+    def _newest() -> Steps:
+        """The number of the newest job."""
+        return _decoded(_number, "job", (yield Read("job")))
+
     def read(self) -> Steps:
         """Return the value of ``current``."""
-        return Current.from_text((yield Read(f"{self.job}/current")))
+        return (yield from self._current((yield Read(f"{self.job}/current"))))
+
+    def _current(self, text: str | None) -> Steps:
+        """The value that this text is; raises if it is none, and wakes the ranks that wait."""
+        try:
+            return _decoded(Current.from_text, f"{self.job}/current", text)
+        except ReloadpgError:  # no rank can end the operation: each finds this value
+            for number, barrier in {self.at.at, (self.next, 0)}:
+                yield Set(self.key("go", number, barrier))
+            raise
 
     def enter(self, operation: str, reason: str = "") -> Steps:
         """Enter the next operation. ``reason``: of a recovery."""
         if not self.job:
             yield from self.count()
-        now = yield from self.read()
+        now = yield from self._present(operation)
         while True:
             recovers, known = now.recovery == now.number, now.number >= self.next
             if operation == "recover":
@@ -274,7 +295,26 @@ class Rank:
                 yield from self._raise_missed(now, operation)
                 break
         self.at, self.number, self.next, self.operation = now, now.number, now.number + 1, operation
-        return None
+        self.place = 0
+
+    def _present(self, operation: str) -> Steps:
+        """The value of ``current``, before this rank enters an operation; of a newer job, if the
+        one that it has joined is an old one, whose ranks have agreed on something without it.
+        """
+        now, self.missed = (yield from self.read()), ""
+        while self.next == 1 and now.at != (1, 0):
+            met = now.passed or now.barrier  # all ranks have, and this one was not there
+            if not met and (yield from self._newest()) <= self.job:
+                break
+            yield from self.count()
+            now = yield from self.read()
+        last = now.last
+        if now.number > self.next and (last.kind, last.operation) == ("timeout", operation):
+            self.missed = (
+                f"rank {self.rank} had come too late to the {operation}() before, in which rank "
+                f"{last.rank} waited until its timeout"
+            )
+        return now
 
     def refuse(self, operation: str, decision: Decision) -> Steps:
         """End the open operation for all ranks: this one has failed before it has entered its
@@ -282,6 +322,7 @@ class Rank:
         """
         if not self.job:
             yield from self.count()
+        yield from self._present(operation)
         ended = None
         while ended is None or ended.kind == "recover":  # requested by another rank just now
             now = yield from self.read()
@@ -305,7 +346,7 @@ class Rank:
             if text is None:  # no rank has named the others yet: they wait for this one
                 decision = yield from self.close(decision, "", number=number, waits=False)
             else:
-                decision = Decision.from_json(text)
+                decision = _decoded(Decision.from_json, self.key("result", number), text)
         raise Ended(decision)
 
     def barrier(
@@ -324,15 +365,15 @@ class Rank:
             summary: makes the text of the decision from what ranks have said, in their order.
             ends: whether it is the last barrier of the operation.
         """
-        at, bits = self.at, (8 * self.size).bit_length()  # for the arrivals at eight barriers
+        at, bits = self.at, self._bits
         if said:
             yield Append(self.key("said"), _line(self.rank, said))
         # The sum also counts the ranks that have said something, so a missing key is not read.
         total = yield Add(self.key("count"), 1 + ((share + bool(said)) << bits))
-        now = at
-        if total & ((1 << bits) - 1) == self.size * (at.barrier + 1):
+        now, self.place = at, self._arrived(total, at)
+        if self.place == self.size:
             speakers = 0 if at.barrier else total >> bits
-            said_by = _said((yield Read(self.key("said")))) if speakers else {}
+            said_by = (yield from self._texts("said", self.number)) if speakers else {}
             texts = tuple(said_by.values())
             if speakers != len(texts):
                 decision, new = OK, at.ended(Decision("disagree", self.rank), self.operation)
@@ -349,10 +390,23 @@ class Rank:
                 return (yield from self.barrier(share, said, summary, ends=ends))
         return self._passed(now)
 
+    @property
+    def _bits(self) -> int:
+        """The bits of the number of arrivals, at up to eight barriers."""
+        return (8 * self.size).bit_length()
+
+    def _arrived(self, total: int, at: Current) -> int:
+        """How many ranks have arrived at a barrier, by the counter of its operation."""
+        return (total & ((1 << self._bits) - 1)) - self.size * at.barrier
+
+    def _texts(self, name: str, number: int) -> Steps:
+        """What ranks have written to a key of an operation, by rank."""
+        key = self.key(name, number)
+        return _decoded(_said, key, (yield Read(key)))
+
     def _moves(self) -> Steps:
         """Move to a newer job, which other ranks have counted; return whether there is one."""
-        newest = int((yield Read("job")) or 0)
-        if newest <= self.job:
+        if (yield from self._newest()) <= self.job:
             return False
         yield Delete(tuple(map(self.key, NAMES)))
         self.job, self.next = 0, 1
@@ -363,7 +417,7 @@ class Rank:
         """Continue after ``current`` has changed, or raise the end of the operation."""
         number = self.number
         if now.number == number or now.passed == number:
-            self.at, self.confirmed = now, True
+            self.at, self.confirmed, self.place = now, True, 0
             return now.last if now.number <= number + 1 else OK
         raise Ended(self._end_of(now))
 
@@ -384,8 +438,12 @@ class Rank:
         """End the operation for all ranks, unless it has ended. Returns how it ended: ``ok`` if all
         ranks have completed it.
         """
-        now, number = self.at, self.number
+        now, number, timeout = self.at, self.number, decision.kind == "timeout"
         while now.number == number:
+            if timeout:  # those that arrive from now on are missing
+                total = _decoded(_number, self.key("count"), (yield Read(self.key("count"))))
+                arrived = self._arrived(total, now)
+                decision = replace(decision, text=self.missed, arrived=arrived)
             now = yield from self._change(now, now.ended(decision, self.operation))
         return OK if now.passed == number else self._end_of(now)
 
@@ -403,24 +461,27 @@ class Rank:
 
         Args:
             decision: how the operation ended.
-            doing: this rank's work, or its plan after a disagreement; empty if it waited.
+            doing: this rank's work, or its plan after a disagreement; empty if it waited. It may
+                have arrived after a timeout was decided, which it says then.
             waits: whether to wait for the answers of the other ranks, or until the deadline.
             number: number of the operation; by default that which this rank has entered.
         """
         if decision.barrier < 0:  # its keys are deleted
             return decision
+        there = number is None and self.at.barrier == decision.barrier
+        in_time = there and 0 < self.place <= decision.arrived
         number = self.number if number is None else number
         key = partial(self.key, number=number)
-        yield Append(key("answers"), _line(self.rank, doing))
+        yield Append(key("answers"), _line(self.rank, doing or ("" if in_time else None)))
         count, result = (yield Add(key("answered"), 1)), None
         if decision.kind == "disagree" and decision.text:  # it says which process is not counted
             result = decision.to_json()
         elif count < self.size - len(decision.dead):
             result = (yield from self._until(key("result"))) if waits else decision.to_json()
         if result is None:
-            named = _named(decision, _said((yield Read(key("answers")))), self.size)
+            named = _named(decision, (yield from self._texts("answers", number)), self.size)
             result = yield Swap(key("result"), "", named.to_json())
-        decision = Decision.from_json(result)
+        decision = _decoded(Decision.from_json, key("result"), result)
         gone = {*decision.missing, *decision.dead}
         left = yield Add(key("left"), 1)
         if left >= self.size - len(gone):
@@ -443,7 +504,7 @@ class Rank:
         """Try to change ``current``, and wake the ranks at the old barrier. Returns its value."""
         text = yield Swap(f"{self.job}/current", old.to_text(), new.to_text())
         if text != new.to_text():
-            return Current.from_text(text)
+            return (yield from self._current(text))
         yield Set(self.key("go", *old.at))
         # No rank is there any more; or it has ended early, and a rank there reads `current`.
         spent = tuple(entry for entry in old.spent if entry not in new.spent)
@@ -452,23 +513,36 @@ class Rank:
         return new
 
 
-def _line(rank: int, text: str) -> str:
+def _decoded(decode: Callable[[Any], T], key: str, text: Any) -> T:
+    """What the value of a key means; an error of this library if it is of another program."""
+    try:
+        return decode(text)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        raise store_unreadable(key, text) from None
+
+
+def _number(text: str | int | None) -> int:
+    return int(text or 0)
+
+
+def _line(rank: int, text: str | None) -> str:
     return json.dumps([rank, text]) + "\n"
 
 
-def _said(lines: str | None) -> dict[int, str]:
+def _said(lines: str | None) -> dict[int, Any]:
     """The texts of lines by rank, in the order of the ranks."""
     return dict(sorted(dict(map(json.loads, (lines or "").splitlines())).items()))
 
 
-def _named(decision: Decision, answers: Mapping[int, str], size: int) -> Decision:
+def _named(decision: Decision, answers: Mapping[int, str | None], size: int) -> Decision:
     """The decision with the names of ranks and what differs."""
     missing = tuple(r for r in range(size) if r not in answers and r not in decision.dead)
     named = replace(decision, missing=missing)
     if decision.kind == "timeout":
         stuck = tuple(rank for rank, doing in answers.items() if doing)
         doing = "; ".join(f"rank {rank} was in: {answers[rank]}" for rank in stuck[:MOST])
-        return replace(named, stuck=stuck, doing=doing)
+        late = tuple(rank for rank, doing in answers.items() if doing is None)
+        return replace(named, stuck=stuck, doing=doing, late=late)
     if decision.kind == "disagree":
         if missing:
             return replace(named, text="a rank ended before it could report the difference")

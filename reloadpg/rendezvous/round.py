@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
+from ..c10d.stores import delete_keys
 from ..errors import ReloadpgError
 from ..processes import Peers
 from ..settings import GRACE
@@ -91,7 +92,7 @@ class Rendezvous:
         self.peers = Peers(rank)
         host = self.peers.host if watches else ""
         self.pause_s = max(0.1, size / 2000)
-        self.client = client or StoreClient(root, rank)
+        self.client = client or StoreClient(root, rank, self.peers)
         self._prefix = prefix
         self.state = Rank(rank, 1 if root is None else size, host, self.peers.entry)
         self._requested = 0  # number of the last recovery that was requested
@@ -158,10 +159,15 @@ class Rendezvous:
         question: Callable[[Store], T],
         deadline: Deadline,
         stopped: Callable[[], object] = lambda: None,
+        *,
+        repeats: bool = False,
     ) -> T:
         """Send requests to this part of the store; see :meth:`StoreClient.ask`."""
-        prefix = self._prefix
-        return self.client.ask(lambda root: question(PrefixStore(prefix, root)), deadline, stopped)
+
+        def within(root: Store) -> T:
+            return question(PrefixStore(self._prefix, root))
+
+        return self.client.ask(within, deadline, stopped, repeats=repeats)
 
     def drive(self, steps: Steps, deadline: Deadline, round_: Round | None = None) -> Any:
         """Perform the commands of a generator, and return its result. Blocking, with a timeout.
@@ -187,17 +193,14 @@ class Rendezvous:
                         again, awaited, reply = command.key == awaited, command.key, None
                         self._wait(command.key, again, deadline, round_)
                     else:
-                        reply = self.ask(partial(perform, command), deadline)
+                        repeats = not isinstance(command, protocol.Add)
+                        reply = self.ask(partial(perform, command), deadline, repeats=repeats)
                 except (GaveUp, Interrupted) as error:
                     command = steps.throw(error)
                 else:
                     command = steps.send(reply)
         except StopIteration as stop:
             return stop.value
-        except ReloadpgError:
-            if round_ is not None:
-                round_._ended = True
-            raise
         finally:
             steps.close()
 
@@ -234,7 +237,7 @@ class Rendezvous:
     def extend(self, deadline: Deadline, news: int = 0) -> bool:
         """Report the progress of this rank, and restart the timeout if any rank has progressed."""
         key = f"{self.state.job}/progress"
-        total = self.ask(lambda store: store.add(key, news), deadline)
+        total = self.ask(lambda store: store.add(key, news), deadline, repeats=True)
         moved, self._progress = total != self._progress, total
         if moved:
             deadline.extend()
@@ -243,7 +246,7 @@ class Rendezvous:
     def watch(self, deadline: Deadline) -> None:
         """Watch the processes of this host that have joined the job."""
         if self.state.host:
-            listed = self.ask(lambda store: read(store, self.state.listed), deadline)
+            listed = self.ask(lambda store: read(store, self.state.listed), deadline, repeats=True)
             self.peers.meet(listed or "")
 
 
@@ -261,9 +264,7 @@ def perform(command: protocol.Command, store: Store) -> Any:
         case protocol.Append(key, text):
             append(store, key, text)
         case protocol.Delete(keys):
-            with suppress(NotImplementedError):
-                for key in keys:
-                    store.delete_key(key)
+            delete_keys(store, keys)
     return None
 
 
@@ -339,9 +340,6 @@ class Round:
             rendezvous.drive(self._rank.enter(self.operation, reason), deadline)
         except Ended as ended:  # raised at the first barrier, or while this rank works
             self._ended, self.decision = True, ended.decision
-        except ReloadpgError:
-            self._ended = True
-            raise
         finally:  # also if a signal handler raises
             self.number = self._rank.number if self._rank.number != before else 0
 
@@ -389,7 +387,7 @@ class Round:
             if decision.kind != "ok":
                 self.run_hooks("after")
                 raise self._error() from None
-        except ReloadpgError:  # it cannot know the decision, and assumes that all ranks have passed
+        except ReloadpgError:  # it may never know the decision, and assumes that all have passed
             self._passed += 1
             raise
         finally:
@@ -514,7 +512,8 @@ class Round:
             # instead of this error. An interrupt does not wait.
             decision = self._leave(GaveUp(failed), waits=isinstance(error, Exception))
         except ReloadpgError as lost:
-            text = f"\nThe other ranks could not be notified: {lost}"
+            same = str(lost) in str(error)
+            text = "" if same else f"\nThe other ranks could not be notified: {lost}"
         else:
             if decision.kind == "ok":
                 self._passed = len(self._phases)

@@ -320,7 +320,7 @@ FAILED = Decision("failed", 1, text="broken")
         (TIMEOUT, "reload", "raise install(timeout=...)"),
         (TIMEOUT, "barrier 'the data'", "call barrier() again on all ranks"),
         (FAILED, "reload", "call reload() again on all ranks"),
-        (FAILED, "exit", "broken\nSee reloadpg.status(). Restart the job."),
+        (FAILED, "exit", "The groups of this block are aborted. If the default group is one"),
     ],
 )
 def test_an_error_names_ranks_and_the_next_call(
@@ -419,19 +419,32 @@ def test_an_error_of_a_rank_when_all_have_arrived_ends_a_later_phase(last: bool)
         barrier_hooks.remove(hook)
 
 
-@pytest.mark.parametrize(("phases", "ends"), [(("enter",), None), (("enter", "done"), "done")])
+@pytest.mark.usefixtures("silence")
+@pytest.mark.parametrize(
+    ("phases", "lost", "ends"),
+    [
+        (("enter",), True, None),
+        (("enter", "done"), True, "done"),
+        (("enter", "done"), False, "enter"),
+    ],
+)
 def test_a_rank_that_loses_the_store_at_a_barrier_assumes_that_all_pass_it(
-    phases: tuple[str, ...], ends: str | None
+    phases: tuple[str, ...], lost: bool, ends: str | None
 ) -> None:
-    """It may have been counted."""
-    ended = threading.Event()
+    """It may have been counted. If a new connection works, it ends the operation there."""
+    ended, counted = threading.Event(), threading.Event()
+
+    def watch(method: str, key: str) -> None:
+        if lost and counted.is_set():
+            ended.wait(FAR)
 
     def answered(method: str, key: str) -> None:
         if method == "add" and key.endswith("/count"):
+            counted.set()
             ended.wait(FAR)
 
     one, _ = clients(2)
-    job = job_on([WatchedStore(one, answered=answered), one])
+    job = job_on([WatchedStore(one, watch, answered), one])
     round_ = job.ranks[0].open("reload", phases, 0.3)
     with pytest.raises(RendezvousTimeoutError, match="store does not respond") as caught:
         round_.barrier("enter", PLAN)
