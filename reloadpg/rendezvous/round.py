@@ -10,8 +10,11 @@ counter on the store, and every rank that sees a change restarts its timeout.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -45,6 +48,9 @@ ranks have met."""
 
 _SILENT_S = 10.0
 """Seconds until an unresponsive store is asked again whether a recovery was requested."""
+
+_READ_S = 0.2
+"""Seconds within which a rank that waits at a barrier reads how it has ended, unless it polls."""
 
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
@@ -98,6 +104,10 @@ class Rendezvous:
         self._requested = 0  # number of the last recovery that was requested
         self._ask_again = 0.0
         self._progress = 0
+        self._polls = ""  # the key that counts this rank among those that poll
+        self._driven = 0.0
+        if rank == 0 and not self.alone:
+            _hosts.add(self)
 
     @property
     def grace_s(self) -> float:
@@ -120,9 +130,35 @@ class Rendezvous:
 
     def end(self, deadline: Deadline) -> None:
         """End the thread of the requests, and wait for it. Local, with a timeout."""
+        self.linger()
         thread = self.client.end()
         if thread is not None and thread is not threading.current_thread():
             thread.join(deadline.left)
+
+    def linger(self) -> None:
+        """Let the other ranks read how the last operation has ended, before the store ends.
+
+        For rank 0, which usually hosts it. Local; waits until no rank polls, for a limited time.
+        A rank that does not poll reads the end at once.
+        """
+        _hosts.discard(self)
+        since = time.monotonic() - self._driven
+        if self.rank or not self._driven or since > self.grace_s:
+            return
+        deadline, key = Deadline("the end of the job", self.grace_s), f"{self.state.job}/polls"
+        with suppress(ReloadpgError):
+            time.sleep(max(0.0, _READ_S - since))
+            while int(self.ask(lambda store: read(store, key), deadline, repeats=True) or 0) > 0:
+                if not deadline.left:
+                    break
+                time.sleep(_READ_S / 4)
+
+    def stop_polling(self, deadline: Deadline) -> None:
+        """Say that this rank polls no more: it has read how the barrier has ended."""
+        key, self._polls = self._polls, ""
+        if key:
+            with suppress(ReloadpgError):
+                self.ask(lambda store: store.add(key, -1), deadline)
 
     # -- operations -------------------------------------------------------------------------
 
@@ -202,6 +238,8 @@ class Rendezvous:
         except StopIteration as stop:
             return stop.value
         finally:
+            if round_ is not None:
+                self._driven = time.monotonic()
             steps.close()
 
     def _wait(self, key: str, again: bool, deadline: Deadline, round_: Round | None) -> None:
@@ -226,6 +264,9 @@ class Rendezvous:
 
             self.ask(wait, deadline, stopped)
             return
+        if self.rank and round_ is not None and not self._polls:
+            self._polls = key = f"{self.state.job}/polls"
+            self.ask(lambda store: store.add(key, 1), deadline)
         with deadline.pause(self.pause_s) as seconds:
             (time.sleep if round_ is None else round_.interrupted.wait)(seconds)
         stopped()
@@ -248,6 +289,19 @@ class Rendezvous:
         if self.state.host:
             listed = self.ask(lambda store: read(store, self.state.listed), deadline, repeats=True)
             self.peers.meet(listed or "")
+
+
+_hosts: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
+"""Those of the ranks that usually host the store, until they have ended."""
+
+
+@atexit.register
+def _linger() -> None:
+    for rendezvous in list(_hosts):
+        rendezvous.linger()
+
+
+os.register_at_fork(after_in_child=_hosts.clear)
 
 
 def perform(command: protocol.Command, store: Store) -> Any:
@@ -382,7 +436,9 @@ class Round:
         try:
             self.check()
             decision: Decision = rendezvous.drive(steps, deadline, self)
+            rendezvous.stop_polling(deadline)
         except Ended as error:
+            rendezvous.stop_polling(deadline)
             decision = self._leave(error, plan=plan)
             if decision.kind != "ok":
                 self.run_hooks("after")

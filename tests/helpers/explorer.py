@@ -9,12 +9,17 @@ Ranks in equal states of their generators are merged (:func:`signature`), and ev
 occurs in a world is replaced by a number, so the steps of the ranks and of the store are computed
 once. Time advances only when no rank can do anything: then the timeouts of those that wait end.
 
+What the protocol writes is compared with what has happened (:meth:`Explorer.written`): each change
+of the truth, by its number, barrier, rank and recovery; and the names in each result, by the ranks
+that have arrived and answered.
+
 Not explored: more than two faults, two on three ranks except a timeout and a failure, and the
-threads, clocks and requests outside the protocol (progress, and the list of a host).
+threads, clocks and requests outside the protocol (progress, polls, and the list of a host).
 """
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Generator, Sequence
 from functools import cache, partial
@@ -57,14 +62,16 @@ class Init(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a rank does in an operation."""
+    """What a rank does in an operation; ``refused``: it ends that with this text instead."""
 
     barriers: int
     digest: int
     said: str = ""
+    refused: str = ""
 
 
 PLANS = {
+    "refuses": Plan(2, 1, refused="taken twice"),
     "offload": Plan(2, 1),
     "says": Plan(2, 1, "why"),
     "reload": Plan(2, 100),
@@ -83,11 +90,15 @@ class Scenario(NamedTuple):
         faults: how many faults occur, each at any command.
         kinds: their kinds: ``interrupt`` and ``failure`` of a rank's own work, ``lost`` (the store
             does not respond; executed or not), ``late`` (likewise, and executed at any later
-            time), ``timeout`` (too early, while it waits or works), ``crash``.
+            time), ``reset`` (executed, and repeated on a new connection), ``timeout`` (too early,
+            while it waits or works), ``crash``.
         where: the ranks in which they occur.
         outcomes: the kinds of decisions that may occur.
         jobs: the number of jobs that each rank has counted on the store before this one; None to
             begin in a job that all ranks have counted.
+        newest: the number of the newest job on the store; None for the highest of ``jobs``.
+        old: the value of ``current`` in that job.
+        names: whether the ranks exchange names after an early end.
         looks: whether ranks look for failures of others while they work.
         polls: whether long waits end before there is news.
         stays_away: whether a rank that has failed may make no further call.
@@ -112,6 +123,9 @@ class Scenario(NamedTuple):
     watches: bool = False
     states: bool = False
     most_errors: int = 2
+    newest: int | None = None
+    old: Current = Current()
+    names: bool = False
 
 
 class Groups(NamedTuple):
@@ -158,14 +172,13 @@ class Result(NamedTuple):
     recovers: bool = False  # whether another rank has requested a recovery
     whole: int = 0  # the generation with which a reload begins again
     groups: Groups = Groups()
+    decision: Decision | None = None  # that was raised, or ended the operation early
 
 
-def call(
-    one: Rank, operation: str, groups: Groups, *, looks: bool, states: bool
-) -> Generator[Any, Any, Result]:
+def call(one: Rank, operation: str, groups: Groups, case: Scenario) -> Generator[Any, Any, Result]:
     """One call on one rank, as ``Operation`` and ``Round`` make it."""
     while True:
-        result = yield from one_operation(one, operation, groups, looks=looks, states=states)
+        result = yield from one_operation(one, operation, groups, case)
         groups = groups.after(operation, result)
         if not result.whole:
             return result._replace(groups=groups)
@@ -173,64 +186,92 @@ def call(
 
 
 def one_operation(
-    one: Rank, operation: str, groups: Groups, *, looks: bool, states: bool
+    one: Rank, operation: str, groups: Groups, case: Scenario
 ) -> Generator[Any, Any, Result]:
-    digest, barriers = PLANS[operation].digest, PLANS[operation].barriers
-    share = digest * (1 if one.rank else 1 - one.size)
-    if states:
+    plan, barriers = PLANS[operation], PLANS[operation].barriers
+    share = plan.digest * (1 if one.rank else 1 - one.size)
+    if case.states:
         barriers = groups.barriers(operation)
         share = groups.plan(operation).contribution(one.rank, one.size)
-    number, counted = 0, False
+    number, counted, doing = 0, False, ""
     try:
         yield from one.enter(operation)
+        if plan.refused:
+            number = one.number
+            raise GaveUp(Decision("disagree", one.rank, plan.refused))
         for barrier in range(barriers):
             number = one.number
             if barrier:
+                doing = "busy"
                 yield Work(barrier)
-                if looks:
-                    yield from one.look()
+                if case.looks:
+                    yield from looked(one)
+                doing = ""
             counted = True
-            own = (0, "") if barrier else (share, PLANS[operation].said)
+            own = (0, "") if barrier else (share, plan.said)
             decision = yield from one.barrier(*own, ends=barrier == barriers - 1)
             counted = False
-            if not barrier and PLANS[operation].said not in decision.text:
-                raise Violation(f"what rank {one.rank} has said is lost")
+            if decision.kind != "ok" or (barrier and decision.text):
+                raise Violation(f"rank {one.rank} passes barrier {barrier} with {decision}")
             if not barrier and decision.text:
                 yield Work(0)
         return Result(number, barriers, "ok", "")
-    except StoreLost:
-        return Result(number, one.at.barrier + counted if number else 0, "unknown", "lost")
     except (Ended, KeyboardInterrupt, RuntimeError) as error:
-        kind = error.decision.kind if isinstance(error, Ended) else "own"
-        if not number and isinstance(error, Ended) and not isinstance(error, GaveUp):
-            return Result(0, 0, "none", kind)
+        if isinstance(error, Violation):
+            raise
+        gave_up = isinstance(error, GaveUp)
+        lost = isinstance(error, StoreLost)
+        kind = error.decision.kind if isinstance(error, Ended) else "lost" if lost else "own"
+        if not number and isinstance(error, Ended) and not gave_up:
+            return Result(0, 0, "none", kind, decision=error.decision)
+        at = one.at.barrier + counted if number else 0
         try:
-            own = error.decision if isinstance(error, GaveUp) else Decision("failed", one.rank)
-            if isinstance(error, Ended) and not isinstance(error, GaveUp):
+            own = Decision("failed", one.rank, kind)
+            if isinstance(error, Ended) and not gave_up:
                 decision = error.decision
-            elif number:
-                decision = yield from one.end(own)
+            elif number:  # also on a new connection to the store
+                decision = yield from one.end(error.decision if isinstance(error, Ended) else own)
             else:
-                decision = yield from one.refuse(operation, own)
+                refused = error.decision if isinstance(error, Ended) else own
+                decision = yield from one.refuse(operation, refused)
             number = one.number
         except (StoreLost, KeyboardInterrupt, GaveUp):
-            return Result(number, one.at.barrier if number else 0, "unknown", "lost")
+            return Result(number, at, "unknown", "lost")
         if decision.kind == "ok":
             return Result(number, barriers, "ok", "" if kind == "timeout" else kind)
-        if states and decision.kind != "recover":
-            decision = yield from named(one, decision, error, groups.plan(operation).to_json())
+        if (case.states or case.names) and decision.kind != "recover":
+            decision = yield from named(one, decision, error, groups.plan(operation), doing)
+        if plan.refused and decision.kind == "disagree" and decision.text != plan.refused:
+            raise Violation(f"rank {one.rank} reads of its refusal: {decision}") from None
         told = decision.kind if kind == "timeout" else kind
-        ended_at = decision.barrier if decision.barrier >= 0 else one.at.barrier
+        ended_at = decision.barrier if decision.barrier >= 0 else at
         whole = decision.generation if operation == "reload" else 0
         recovers = decision.kind == "recover"
-        return Result(number, ended_at, "early", told, recovers, whole)
+        return Result(number, ended_at, "early", told, recovers, whole, decision=decision)
+
+
+def looked(one: Rank) -> Generator[Any, Any, None]:
+    """``look``, which raises if what it reads shows that the operation has ended."""
+    steps, reply = one.look(), None
+    try:
+        command = next(steps)
+        while True:
+            try:
+                reply = yield command
+            except BaseException as error:
+                command = steps.throw(error)
+            else:
+                command = steps.send(reply)
+    except StopIteration:
+        if Current.from_text(reply).at != one.at.at:
+            raise Violation(f"rank {one.rank} works on in an operation that has ended") from None
 
 
 def named(
-    one: Rank, decision: Decision, error: BaseException, plan: str
+    one: Rank, decision: Decision, error: BaseException, plan: plans.Plan, doing: str
 ) -> Generator[Any, Any, Decision]:
     """The decision with the names, if they are known."""
-    doing = plan if decision.kind == "disagree" else ""
+    doing = plan.to_json() if decision.kind == "disagree" else doing
     waits = not isinstance(error, KeyboardInterrupt)
     try:
         return (yield from one.close(decision, doing, waits=waits))
@@ -252,6 +293,7 @@ class Seat(NamedTuple):
     away: int = 0  # the operation that it failed in, if it makes no further call
     groups: Groups = Groups()
     process: int = 0  # the number of the job on this rank, from 0
+    raised: int = 0  # the last operation of which it knew, when it raised, that it had ended
 
 
 class World(NamedTuple):
@@ -296,8 +338,10 @@ def _frozen(value: Any) -> Any:
         return tuple(sorted(value))
     if isinstance(value, partial):  # of a method of the rank
         return tuple(value.keywords.items())
-    if isinstance(value, Plan):
-        return value.digest
+    if isinstance(value, plans.Plan):
+        return value.to_json()
+    if isinstance(value, Scenario):
+        return None
     if isinstance(value, BaseException):
         return type(value).__name__, tuple(map(_frozen, value.args))
     if isinstance(value, types.FunctionType):  # a function of the generator, over its variables
@@ -361,25 +405,33 @@ class Explorer:
         one = Rank(seat.rank, self.size)
         one.job, one.next, one.confirmed = seat.job, seat.next, seat.confirmed
         case = self.case
-        steps = call(one, seat.script[0], seat.groups, looks=case.looks, states=case.states)
+        steps, known = call(one, seat.script[0], seat.groups, case), 0
         try:
             command = next(steps)
             for reply in seat.replies:
+                if isinstance(command, (Read, Swap)) and command.key.endswith("/current"):
+                    ends = not isinstance(reply, BaseException)
+                    known = max(known, Current.from_text(reply).number - 1 if ends else 0)
                 if isinstance(reply, BaseException):
                     command = steps.throw(thrown(str(reply), seat.rank))
                 else:
                     command = steps.send(reply)
         except StopIteration as stop:
-            return self.ended(seat, one, stop.value)
+            return self.ended(seat, one, stop.value, known)
         state = signature(steps, one, seat)
-        name = (seat.rank, seat.script, seat.errors, seat.process, state)
+        name = (seat.rank, seat.script, seat.errors, seat.process, seat.raised, state)
         number = self.seats.of(seat, name)
         self.now[number] = command, one.next, one.at.barrier
         steps.close()
         return number, None, one.at.barrier, one.next
 
-    def ended(self, seat: Seat, one: Rank, result: Result) -> tuple[int, Result, int, int]:
-        script, errors = seat.script[1:], seat.errors
+    def ended(
+        self, seat: Seat, one: Rank, result: Result, known: int
+    ) -> tuple[int, Result, int, int]:
+        script, errors, raised = seat.script[1:], seat.errors, seat.raised
+        if result.decision is not None and result.decision.kind != "recover":
+            self.check_raised(seat, one, result, result.decision)
+            raised = known if seat.job == one.job else 0
         if result.error:
             errors = min(errors + 1, 9)
             if seat.script[0] != "barrier":
@@ -394,6 +446,7 @@ class Explorer:
             replies=(),
             errors=errors,
             groups=result.groups if self.case.states else Groups(),
+            raised=raised,
         )
         number, *_ = self.seated(after)
         return number, result, one.at.barrier, one.next
@@ -466,7 +519,11 @@ class Explorer:
         store: tuple[tuple[str, Any], ...] = ()
         if jobs is not None:
             store = tuple((f"jobs/{r}", n) for r, n in enumerate(jobs) if n)
-            store = (("job", str(max(jobs))), *store) if any(jobs) else ()
+            newest = max(jobs) if self.case.newest is None else self.case.newest
+            store = (("job", str(newest)), *store) if newest else store
+            if self.case.old != Current():
+                store = (*store, (f"{newest}/current", self.case.old.to_text()))
+            store = tuple(sorted(store))
         seats = []
         for rank, script in enumerate(self.case.scripts):
             seats.append(self.seated(Seat(rank, script, job=int(jobs is None)))[0])
@@ -477,6 +534,8 @@ class Explorer:
         """The worlds after a rank has got a reply."""
         after, result = self.step(world.seats[rank], reply)
         if result is not None:
+            if rank == 0 and (self.case.names or self.case.states):
+                self.leaves_last(world, result)
             world = self.check(world, rank, result)
             self.check_errors(world, after)
         following = [self.put(world, rank, after)]
@@ -495,6 +554,7 @@ class Explorer:
         waiting: list[int] = []
         for index, (rank, digest, barrier, command) in enumerate(world.late):
             store, _, _ = self.execute(world.store, command)
+            self.written(world, rank, command, store)
             left = world._replace(store=store, late=world.late[:index] + world.late[index + 1 :])
             found.append(self.arrived(left, rank, command, barrier, digest))
         for rank, number in enumerate(world.seats):
@@ -508,6 +568,7 @@ class Explorer:
                 self.all_there(world, rank, command.barrier - 1 if command.barrier else 0)
             store, reply, possible = self.execute(world.store, command)
             if possible:
+                self.written(world, rank, command, store)
                 after = world._replace(store=store)
                 after = self.arrived(after, rank, command, at_barrier)
                 found += self.answer(after, rank, reply)
@@ -560,10 +621,15 @@ class Explorer:
             found += self.answer(less, rank, error("failure"))
         if "timeout" in kinds and isinstance(command, (Await, Work)):
             found += self.answer(less, rank, error("timeout"))
+        if "reset" in kinds and isinstance(command, (Swap, Set, Append, Delete)):
+            store, *_ = self.execute(less.store, command)
+            self.written(less, rank, command, store)
+            found.append(less._replace(store=store))  # it is executed again
         if {"lost", "late"} & {*kinds} and not isinstance(command, Work):
             found += self.answer(less, rank, error("lost"))
             if not isinstance(command, (Read, Await)):
                 made = less._replace(store=self.execute(less.store, command)[0])
+                self.written(less, rank, command, made.store)
                 at_barrier = self.now[less.seats[rank]][2]
                 made = self.arrived(made, rank, command, at_barrier)
                 found += self.answer(made, rank, error("lost"))
@@ -578,10 +644,9 @@ class Explorer:
         """The worlds after the timeouts of ranks for which nothing else can happen."""
         seats = [self.seats.values[number] for number in world.seats]
         found: list[World] = []
-        answered = {"timeout", "failure"} >= {*self.case.kinds} and not self.case.stays_away
         for rank in waiting:
             if (key := self.now[world.seats[rank]][0].key).endswith(NAMED):
-                if answered:  # all ranks live, and have given their names
+                if self.all_answered(world, key):
                     raise Violation(
                         f"no rank writes {key}, for which rank {rank} waits: {self.show(world)}"
                     )
@@ -635,6 +700,95 @@ class Explorer:
         if found != {(other, PLANS[seat.script[0]].digest) for other in range(self.size)}:
             raise Violation(f"rank {rank} goes on without a rank: {self.show(world)}")
 
+    def all_answered(self, world: World, key: str) -> bool:
+        """Whether all ranks have given their names that can, before a rank waits for ``key``."""
+        if not {"timeout", "failure", "crash"} >= {*self.case.kinds} or self.case.stays_away:
+            return False
+        job, (number, _) = position(key)
+        now = self.current(world.store, job)
+        dead = {*now.last.dead} if now.number == number + 1 else set()
+        gone = {r for r, seat in enumerate(world.seats) if self.is_gone(seat)}
+        return not gone - dead
+
+    def written(self, world: World, rank: int, command: Any, store: int) -> None:
+        """Check what a rank writes by what has happened."""
+        if not isinstance(command, (Swap, Set)) or store == world.store:
+            return
+        before = dict(self.stores.values[world.store]).get(command.key)
+        if command.key.endswith("/current"):
+            self.check_change(world, rank, Current.from_text(before), command)
+        elif command.key.endswith("/result"):
+            if before is not None:
+                raise Violation(f"rank {rank} writes a second result: {self.show(world)}")
+            self.check_names(world, rank, command)
+
+    def check_change(self, world: World, rank: int, old: Current, command: Swap) -> None:
+        new = Current.from_text(command.value)
+        last, early = new.last, new.number > old.number and new.passed != old.number
+        next_one = (old.number, old.barrier + 1)
+        expected = (old.number + 1, 0) if new.number > old.number else next_one
+        recovery = new.number if early and last.kind == "recover" else old.recovery
+        passed = old.passed if early or new.number == old.number else old.number
+        if new[:4] != (*expected, recovery, passed):
+            raise Violation(f"rank {rank} changes {old} to {new}: {self.show(world)}")
+        if (last.kind != "ok") != early:
+            raise Violation(f"rank {rank} ends it with {last}: {self.show(world)}")
+        gone = {r for r, seat in enumerate(world.seats) if not self.seats.values[seat].live}
+        named_rank = {last.rank} <= gone if last.dead else last.rank == rank
+        if early and not (named_rank and {*last.dead} <= gone and last.barrier == old.barrier):
+            raise Violation(f"rank {rank} ends {old} with {last}: {self.show(world)}")
+
+    def check_names(self, world: World, rank: int, command: Swap) -> None:
+        """Check the ranks that a result names, of which it has read the answers before."""
+        named, (job, (number, _)) = Decision.from_json(command.value), position(command.key)
+        texts = dict(self.stores.values[world.store])[f"{job}/{number}/answers"]
+        answers = dict(map(json.loads, texts.splitlines()))
+        seat = self.seats.values[world.seats[rank]]
+        waited = any(str(r) == "timeout" for r in seat.replies if isinstance(r, BaseException))
+        silent = {*range(self.size)} - {*answers} - {*named.dead}
+        problem = ""
+        wrong = {*named.missing} & {*named.dead} or silent - {*named.missing}
+        if wrong or (named.missing and not waited):
+            problem = "missing"
+        if named.kind == "disagree" and named.missing and named.generation:
+            problem = "the generation"
+        if named.kind == "timeout":
+            there, _ = self.histories.values[world.history]
+            came = {entry[1] for entry in there if entry[0] == (number, named.barrier)}
+            busy = {r for r, doing in answers.items() if doing} - {*named.missing}
+            if {*named.stuck} != busy:
+                problem = "stuck"
+            if {*answers} - came - busy - {*named.missing, *named.late}:
+                problem = "late"
+            if len({*named.late} & came) > len(came) - named.arrived:
+                problem = "late"
+        if problem:
+            raise Violation(f"rank {rank} names {problem} in {named}: {self.show(world)}")
+
+    def check_raised(self, seat: Seat, one: Rank, result: Result, decision: Decision) -> None:
+        """Check that a rank raises the failure of another one, and each only once."""
+        if result.end == "none":
+            if decision.rank == seat.rank and not decision.dead and decision.kind != "timeout":
+                raise Violation(f"rank {seat.rank} raises its own failure: {decision}")
+            if seat.job == one.job and one.next - 1 <= seat.raised:
+                raise Violation(f"rank {seat.rank} raises again: {decision}, {seat}")
+            if decision.kind == "ok" or decision.rank < 0:
+                raise Violation(f"rank {seat.rank} raises {decision}")
+
+    def leaves_last(self, world: World, result: Result) -> None:
+        """Check that no rank needs the store when rank 0 has raised, unless it has waited long."""
+        seat = self.seats.values[world.seats[0]]
+        if result.end != "early" or result.decision is None or result.recovers:
+            return
+        if any(isinstance(reply, BaseException) for reply in seat.replies):
+            return
+        absent = {*result.decision.missing, *result.decision.dead}
+        for other, number in enumerate(world.seats[1:], 1):
+            there = self.seats.values[number]
+            inside = there.replies and self.now[number][1] == result.number + 1
+            if inside and there.live and other not in absent:
+                raise Violation(f"rank 0 leaves before rank {other}: {self.show(world)}")
+
     def check(self, world: World, rank: int, result: Result) -> World:
         """Check the end of a call."""
         if result.error:
@@ -672,10 +826,19 @@ class Explorer:
                     raise Violation(f"the groups differ: {self.show(world)}")
                 self.most_errors = max(self.most_errors, seat.errors)
             self.check_keys(world)
+            if self.case.jobs is not None and not self.case.faults:
+                self.check_jobs(world)
         else:
             for seat in seats:
                 if seat.live and not seat.away and seat.script and seat.errors < self.case.patience:
                     raise Violation(f"rank {seat.rank} hangs: {self.show(world)}")
+
+    def check_jobs(self, world: World) -> None:
+        """All ranks are in the newest job, and have counted it."""
+        values = dict(self.stores.values[world.store])
+        counted = {values[f"jobs/{rank}"] for rank in range(self.size)} | {int(values["job"])}
+        if counted != {self.seats.values[world.seats[0]].job}:
+            raise Violation(f"the ranks have counted other jobs: {self.show(world)}")
 
     def check_keys(self, world: World) -> None:
         """Only the keys of the last operation stay, and those of two others for each fault: the
