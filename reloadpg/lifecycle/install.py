@@ -75,10 +75,10 @@ def install(
         world: whether the default group becomes reloadable too.
         strategy: how communicators are released, equal on all ranks. ``recreate`` (the default)
             destroys them and rebuilds them: all of their memory is released, with every backend.
-            ``suspend`` keeps them and releases part of their memory (NCCL 2.29.7 and later). If any
-            rank cannot suspend a group, all groups of that operation are recreated, and the report
-            says which rank and why. If a suspend or a resume fails, or gives back too little, the
-            job recreates its groups from then on.
+            ``suspend`` keeps them and releases part of their memory (NCCL 2.29.7 and later). It is
+            experimental: it has not run on a GPU. If any rank cannot suspend a group, all groups of
+            that operation are recreated, and the report says which rank and why. If a suspend or a
+            resume fails, or gives back too little, the job recreates its groups from then on.
         timeout: timeout of ``offload`` and ``reload``: how long they wait for other ranks and for a
             communicator while no rank makes progress; 5 minutes by default, at most a year. A
             number is in seconds. Time during which this process was stopped does not count.
