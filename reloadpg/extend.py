@@ -8,9 +8,7 @@ only with a note in the changelog.
 * Groups: :class:`GroupState`, :class:`ManagedGroup`, :func:`managed`, :func:`managed_groups`,
   :func:`new_plain_group`; sets of groups:
   :func:`named_sets`, :func:`check_name`, :func:`declared_sets`, :func:`concerns`, ``TRAINER``.
-* Operations in steps: :class:`Operation`, then :func:`run` with the steps of an offload
-  (:func:`release`) or of a reload (:func:`restore`), with ``wait=False`` as :class:`Pending`;
-  :class:`Block`; :func:`check_group`, :func:`validate` and
+* Operations: :class:`Pending`; :class:`Block`; :func:`check_group`, :func:`validate` and
   ``Connect``.
 * Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
 * Memory: :func:`add_source`.
@@ -39,11 +37,7 @@ from .lifecycle.connect import Connect as Connect
 from .lifecycle.connect import check_group as check_group
 from .lifecycle.connect import validate as validate
 from .lifecycle.job import jobs
-from .lifecycle.offload import release as release
-from .lifecycle.operation import Operation as Operation
 from .lifecycle.pending import Pending as Pending
-from .lifecycle.pending import run as run
-from .lifecycle.reload import restore as restore
 from .threads import LibraryThread as LibraryThread
 
 is_inherited = registry.is_inherited
@@ -64,7 +58,6 @@ __all__ = [
     "GroupState",
     "LibraryThread",
     "ManagedGroup",
-    "Operation",
     "Pending",
     "add_source",
     "callbacks",
@@ -80,9 +73,6 @@ __all__ = [
     "new_plain_group",
     "register",
     "registry",
-    "release",
-    "restore",
-    "run",
     "running",
     "validate",
 ]

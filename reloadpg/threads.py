@@ -41,6 +41,9 @@ _SIGNAL_S = 1.0
 _EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for running threads."""
 
+_BEGIN_S = 0.5
+"""Seconds within which a thread begins that the system has started."""
+
 
 def wait_seconds(variable: str) -> float:
     """Read a number of seconds from the environment; the default if it is unset or invalid."""
@@ -83,7 +86,8 @@ class _Exit:
     def _join(threads: list[LibraryThread], seconds: float) -> None:
         end = time.monotonic() + seconds
         for thread in threads:
-            if thread is not threading.current_thread():
+            # An interrupt in `start` can leave a thread that never begins, which cannot be joined.
+            if thread is not threading.current_thread() and thread.has_begun(end):
                 thread.join(max(0.0, end - time.monotonic()))
 
 
@@ -105,6 +109,13 @@ class LibraryThread(threading.Thread):
 
     def interrupt(self) -> None:
         """Make the current call return, if that is known how. Local, non-blocking."""
+
+    def has_begun(self, end: float) -> bool:
+        """Whether the thread has begun; waits a limited time, at most until ``end``. Local."""
+        end = min(end, time.monotonic() + _BEGIN_S)
+        while self.ident is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.ident is not None
 
     def start(self) -> None:
         """Start it.
@@ -195,6 +206,36 @@ class Deadline:
     @property
     def _what(self) -> str:
         return f"{self.operation}, phase {self.phase}" if self.phase else self.operation
+
+
+class Interrupted(Exception):  # noqa: N818 - never leaves this package
+    """The caller of an operation has told it to end."""
+
+
+class Interrupt:
+    """Whether the caller of an operation has told it to end, and for which error. Thread-safe.
+
+    Attributes:
+        error: the error in the caller; None before that.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._wake = threading.Event()
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the operation to end. Local, non-blocking, idempotent."""
+        self.error = self.error or error
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raise Interrupted if the operation is to end."""
+        if self.error is not None:
+            raise Interrupted
+
+    def pause(self, seconds: float) -> None:
+        """Sleep for this time, or until the operation is to end."""
+        self._wake.wait(seconds)
 
 
 class CancelToken:

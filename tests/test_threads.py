@@ -122,3 +122,35 @@ def test_every_thread_of_the_library_follows_the_rule() -> None:
     }
     # Within a block that joins it; and a pool of workers, which Python joins itself.
     assert found == {"testing/standins/_build.py"}
+
+
+def test_an_interrupt_in_the_start_of_a_thread_does_not_break_the_exit() -> None:
+    """The other threads are joined: a thread that never began cannot be."""
+    program = """
+import linecache, sys, threading
+from reloadpg.threads import Task
+
+def trace(frame, event, arg):
+    inside = frame.f_code is threading.Thread.start.__code__
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if event == "line" and inside and "(self._bootstrap" in line:  # the thread does not begin
+        sys.settrace(None)
+        raise KeyboardInterrupt
+    return trace if inside or event == "call" else None
+
+sys.settrace(trace)
+try:
+    Task(lambda: None, "interrupted")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+
+def work():
+    threading.main_thread().join(0.5)
+    print("ended", flush=True)
+
+Task(work, "other")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=280
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\nended\n", "")

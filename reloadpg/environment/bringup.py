@@ -233,9 +233,11 @@ def bring_up(
         rendezvous.state.job = 1
     elif root is not None:
         rendezvous.count_job()  # before the others can count on this process
-    round_ = rendezvous.open("init_distributed", _PHASES, seconds)
+    round_ = rendezvous.round("init_distributed", _PHASES, seconds)
     if difference:
         round_.disagree(difference)
+    with round_:
+        round_.enter()
     creation = _Creation(
         backend=backend,
         rank=rank,

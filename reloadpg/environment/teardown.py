@@ -194,7 +194,7 @@ def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
     end = time.monotonic() + _TELL_S
     for group in groups[:1] if dist.group.WORLD in groups else groups:
         if time.monotonic() < end:
-            rendezvous_of(group, "exit").open("exit", ("arrive",), _TELL_S).fail(error)
+            rendezvous_of(group, "exit").round("exit", ("arrive",), _TELL_S).fail(error)
 
 
 def abort_groups(groups: list[ProcessGroup]) -> None:

@@ -251,6 +251,10 @@ class ManagedGroup:
         self.last_error = reason
         self.current.reason = reason
 
+    def fall_back(self, generation: int) -> None:
+        """Set the generation after an operation that failed, as all members do. Local."""
+        self.generation = generation
+
     def forget_hook(self, removal: str, hook_id: int) -> None:
         """Do not register a hook on the next generation. Local, idempotent."""
         name = removal.removeprefix("un")

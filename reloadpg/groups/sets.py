@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import FrameType
 
 from ..errors import InvalidOptionError
@@ -63,24 +62,3 @@ def named_sets(names: Iterable[str] | str, where: str) -> frozenset[str]:
 def concerns(named: Collection[str], sets: Collection[str]) -> bool:
     """Whether what a user has registered for the named sets, or for all, is for one of these."""
     return any(not named or name in named for name in sets)
-
-
-@dataclass(eq=False)
-class SetState:
-    """The state of one set in a job.
-
-    Attributes:
-        offloaded: whether the last operation left its groups without communicators.
-        generation: the job's number of reloads when the set was last reloaded.
-        depth: number of open blocks that keep it offloaded.
-        owes_callbacks: whether callbacks of a reload are due on this rank though no group is
-            offloaded: an offload has failed after its callbacks, or a callback after a reload has.
-    """
-
-    offloaded: bool = False
-    generation: int = 0
-    depth: int = 0
-    owes_callbacks: bool = False
-
-    def __str__(self) -> str:
-        return f"{'offloaded' if self.offloaded else 'live'}, generation {self.generation}"

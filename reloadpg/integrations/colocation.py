@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from .. import offload, reload, status
@@ -27,14 +26,10 @@ from ..extend import (
     TRAINER,
     Block,
     Connect,
-    Operation,
     Pending,
     check_name,
     concerns,
     declared_sets,
-    release,
-    restore,
-    run,
     validate,
 )
 from ..reports import Report
@@ -193,12 +188,12 @@ class colocated:  # noqa: N801 - used like a function
         self._check_inside("groups_live")
         offloaded = self._block.is_offloaded  # not in a block within another
         with nullcontext() if self._saver is None else self._saver.outside_account():
-            report = run(Operation("reload", self._trainer_sets), restore)
+            report = reload(*self._trainer_sets)
             try:
                 yield report
             finally:
                 if offloaded:
-                    run(Operation("offload", self._trainer_sets), release)
+                    offload(*self._trainer_sets)
 
     def _check_inside(self, what: str) -> None:
         if not self._inside:
@@ -332,8 +327,7 @@ class colocated:  # noqa: N801 - used like a function
         self._awake = False
 
     def _begin_reload(self) -> None:
-        op = Operation("reload", self._block.due)
-        self._pending = run(op, partial(restore, how=self._connect), wait=False)
+        self._pending = reload(*self._block.due, connect=self._connect, wait=False)
 
     def _copy_weights_back(self) -> None:
         if self._copy_back is None or (self._saver is not None and self._saver.paused):
@@ -345,8 +339,7 @@ class colocated:  # noqa: N801 - used like a function
         # If a saver could not be resumed on a rank, this fails on all ranks.
         pending, self._pending = self._pending, None
         if pending is None:
-            op = Operation("reload", self._block.due)
-            self.reload_report = run(op, partial(restore, how=self._connect))
+            self.reload_report = reload(*self._block.due, connect=self._connect)
         else:
             self.reload_report = pending.result()
 

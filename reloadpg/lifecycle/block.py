@@ -8,11 +8,12 @@ from contextlib import ContextDecorator
 from functools import partial
 
 from ..groups.registry import registry
-from ..groups.sets import SetState, named_sets
+from ..groups.sets import named_sets
 from ..reports import Report
 from ..threads import exiting
 from .connect import Connect, validate
-from .job import jobs
+from .job import SetState, jobs
+from .kinds import OFFLOAD, RELOAD
 from .offload import release
 from .operation import Operation
 from .pending import run
@@ -37,7 +38,7 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
     use ``await reloadpg.offload(wait=False)`` and ``await reloadpg.reload(wait=False)``.
 
     A block that is left while the interpreter exits, such as that of a suspended generator, reloads
-    nothing, and neither does one that is left in a forked child.
+    nothing, and neither does one that is left in a forked child or after :func:`uninstall`.
 
     Args:
         sets: as for :func:`offload`; none for all.
@@ -96,7 +97,7 @@ class Block:
         The other ranks are in their blocks then, and reload at their ends, with the same
         ``connect``.
         """
-        op = Operation("offload", self._sets)
+        op = Operation(OFFLOAD, self._sets)
         try:
             report = run(op, release)
         except BaseException as error:
@@ -113,12 +114,16 @@ class Block:
         if job is not None:
             self._counted = {name: job.sets[name] for name in self._sets}
             for state in self._counted.values():
-                state.depth += 1
+                state.open_block()
 
     @property
     def is_void(self) -> bool:
-        """Whether its end changes nothing: in a forked child, or while the interpreter exits."""
-        return self._pid != os.getpid() or exiting()
+        """Whether its end changes nothing.
+
+        In a forked child, while the interpreter exits, and after ``uninstall()`` in the block,
+        which refuses while groups are offloaded.
+        """
+        return self._pid != os.getpid() or exiting() or registry.options is None
 
     def leave(self, error: BaseException | None, connect: Connect | None) -> None:
         with registry.lock:  # of two threads, one is the last
@@ -127,7 +132,7 @@ class Block:
         if self.is_void or not due:
             return
         try:
-            run(Operation("reload", due), partial(restore, how=connect))
+            run(Operation(RELOAD, due), partial(restore, how=connect))
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:
                 raise
@@ -136,4 +141,4 @@ class Block:
     def close(self) -> None:
         counted, self._counted = self._counted, {}
         for state in counted.values():
-            state.depth -= 1
+            state.close_block()

@@ -7,16 +7,17 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidOptionError
+from ..groups.managed import ManagedGroup
 from ..groups.proxy import managed
 from ..groups.registry import registry
-from ..groups.sets import named_sets
+from ..groups.sets import concerns, named_sets
 from ..reports import Report
 
 logger = logging.getLogger("reloadpg")
@@ -39,6 +40,13 @@ class Callback(NamedTuple):
     group: weakref.ref[ProcessGroup] | None = None
     package: str = ""
 
+    def is_for(self, sets: Collection[str]) -> bool:
+        """Whether it is for operations of one of these sets. Local."""
+        if self.group is None:
+            return concerns(self.sets, sets)
+        record = managed(self.group())
+        return record is not None and record.set_name in sets
+
 
 @dataclass
 class Callbacks:
@@ -60,6 +68,51 @@ class Callbacks:
         """The packages whose handles the callbacks of a group drop. Local."""
         entries = [*self.offload, *self.reload]
         return {entry.package for entry in entries if entry.group and entry.group() is group}
+
+
+def for_sets(registered: Iterable[Callback], sets: Collection[str]) -> list[Callback]:
+    """Return the callbacks of these sets that are of no group. Local."""
+    return [entry for entry in registered if not entry.group and entry.is_for(sets)]
+
+
+def for_groups(registered: Sequence[Callback], groups: Iterable[ManagedGroup]) -> list[Callback]:
+    """Return the callbacks of these groups, in the order of the groups. Local."""
+    return [
+        entry
+        for group in groups
+        for entry in registered
+        if entry.group and entry.group() is group.proxy
+    ]
+
+
+class Owed:
+    """The callbacks after a reload that are due on this rank: each until it has returned.
+
+    A reload of offloaded groups owes its callbacks when it is complete on all ranks. An offload
+    owes them while it has called callbacks and is not complete.
+    """
+
+    def __init__(self) -> None:
+        self._due: list[Callback] = []
+
+    def add(self, due: Iterable[Callback]) -> None:
+        """Owe callbacks. Local, idempotent."""
+        for entry in due:
+            self.strike(entry)
+            self._due.append(entry)
+
+    def of(self, sets: Collection[str]) -> list[Callback]:
+        """The callbacks of these sets that are due, and still registered. Local."""
+        kept = {id(entry) for entry in callbacks.reload}
+        return [entry for entry in self._due if id(entry) in kept and entry.is_for(sets)]
+
+    def strike(self, callback: Callback) -> None:
+        """Strike off a callback that has returned. Local, idempotent."""
+        self._due = [entry for entry in self._due if entry is not callback]
+
+    def drop(self, sets: Collection[str]) -> None:
+        """Owe the callbacks of these sets no longer. Local."""
+        self._due = [entry for entry in self._due if not entry.is_for(sets)]
 
 
 callbacks = Callbacks()
@@ -120,7 +173,7 @@ def on_reload(
     Local. Callbacks run in the order of registration, in the caller's thread (with ``wait=False``,
     in the operation's), on every reload of offloaded groups, as its last step. If one raises, the
     others are called, and the reload raises on this rank alone: the groups are live on all ranks.
-    ``reload()`` on all ranks then calls the callbacks of this rank again.
+    ``reload()`` on all ranks then calls those of this rank that have not returned.
 
     With ``group``, it is called as ``callback(group, backend)`` when the group has its next
     communicator: before the others, and in an order as that of :func:`on_offload`. It is also

@@ -10,10 +10,10 @@ import os
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
 
@@ -21,17 +21,55 @@ from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..groups.proxy import managed
 from ..groups.registry import registry
-from ..groups.sets import SetState
 from ..rendezvous.round import Rendezvous
-from ..threads import Deadline, Task, exiting
+from ..reports import OperationStatus
+from ..threads import Deadline, Task
+from .callbacks import Owed
 from .dumps import DumpWatch, lacks_dumps
-
-if TYPE_CHECKING:
-    from ..reports import OperationStatus
-    from .operation import Operation
 
 _CONNECT_S = 6.0
 """Seconds within which a connection to the store succeeds without a response from DNS."""
+
+
+@dataclass(eq=False)
+class SetState:
+    """The state of one set in a job.
+
+    Attributes:
+        offloaded: whether the last operation left its groups without communicators.
+        generation: the job's number of reloads when the set was last reloaded.
+        depth: number of open blocks that keep it offloaded.
+    """
+
+    offloaded: bool = False
+    generation: int = 0
+    depth: int = 0
+
+    def __str__(self) -> str:
+        return f"{'offloaded' if self.offloaded else 'live'}, generation {self.generation}"
+
+    def offload(self) -> None:
+        """Record that its groups have no communicators. Local, idempotent."""
+        self.offloaded = True
+
+    def reload(self, generation: int) -> None:
+        """Record that its groups are live. Local."""
+        self.generation, self.offloaded = generation, False
+
+    def open_block(self) -> None:
+        self.depth += 1
+
+    def close_block(self) -> None:
+        self.depth -= 1
+
+
+class Running(Protocol):
+    """An operation, for the others of the process."""
+
+    @property
+    def name(self) -> str: ...
+
+    def status(self) -> OperationStatus: ...
 
 
 @dataclass(eq=False)
@@ -73,6 +111,8 @@ class Job:
         dumps: the thread that writes the flight recorder's dumps; None while torch does.
         warned_of_one_rank: whether a report has warned of bypassed groups of one rank.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
+        last_error: how the last operation has failed; empty if it has not.
+        owed: the callbacks that are due on this rank.
     """
 
     of: weakref.ref[ProcessGroup]
@@ -85,6 +125,7 @@ class Job:
     suspend_obstacle: str = ""
     warned_of_one_rank: bool = False
     last_error: str = ""
+    owed: Owed = field(default_factory=Owed)
 
     @property
     def world(self) -> ProcessGroup:
@@ -96,6 +137,28 @@ class Job:
     @property
     def offloaded(self) -> bool:
         return any(state.offloaded for state in list(self.sets.values()))
+
+    def begin_operation(self) -> None:
+        """Forget how the last operation has failed. Local."""
+        self.last_error = ""
+
+    def fail_operation(self, error: str) -> None:
+        """Record how an operation has failed. Local."""
+        self.last_error = error
+
+    def reload(self, generation: int, sets: Iterable[str]) -> None:
+        """Record a completed reload of these sets. Local."""
+        self.generation = generation
+        for name in sets:
+            self.sets[name].reload(generation)
+
+    def stop_suspending(self, obstacle: str) -> None:
+        """Recreate groups from now on, and suspend none. Local."""
+        self.suspend_obstacle = obstacle
+
+    def forget_clients(self) -> None:
+        """Use other store clients for later creations than for those that are abandoned. Local."""
+        self.creation_stores = stores.Clients()
 
     def end(self) -> None:
         """End the job with its default group. Local; waits a limited time. Idempotent.
@@ -126,7 +189,7 @@ class Jobs:
     def begin_process(self) -> None:
         """Forget the job and the operation, which in a forked child are the parent's. Local."""
         self._job: Job | None = None
-        self._running: weakref.ref[Operation] | None = None
+        self._running: Running | None = None
 
     def current(self, operation: str) -> Job | None:
         """Return the job of the current default group, which may join one; None without a group.
@@ -186,21 +249,10 @@ class Jobs:
 
     # -- one operation at a time --------------------------------------------------------------
 
-    def begin(self, operation: Operation) -> None:
-        """Refuse a second lifecycle operation while one runs, from any thread or callback.
-
-        The operation ends when its ``is_running`` is false or when the object is deleted, so an
-        interrupt at any instruction leaves no process busy. Call this within the ``try`` whose
-        ``finally`` resets ``is_running``.
-        """
-        if exiting():
-            raise ReloadpgError(
-                f"{operation.name} was called while the interpreter exits, in an exit handler or a "
-                "finalizer; nothing was changed. No thread can be started any more. Call it, and "
-                "leave offloaded() blocks, before the program ends."
-            )
+    def begin(self, operation: Running) -> None:
+        """Refuse a second lifecycle operation while one runs, from any thread or callback."""
         with registry.lock:
-            running = self._operation()
+            running = self._running
             if running is not None:
                 raise ReloadpgError(
                     f"{operation.name} was called while {running.name} is running in this process; "
@@ -208,19 +260,21 @@ class Jobs:
                     "not from a callback. After a call with wait=False, first call result() on "
                     "its handle."
                 )
-            self._running = weakref.ref(operation)
+            self._running = operation
 
-    def _operation(self) -> Operation | None:
-        operation = None if self._running is None else self._running()
-        return operation if operation is not None and operation.is_running else None
+    def end(self, operation: Running) -> None:
+        """End an operation that has begun. Local."""
+        with registry.lock:
+            if self._running is operation:
+                self._running = None
 
     @property
     def busy(self) -> bool:
-        return self._operation() is not None
+        return self._running is not None
 
     def progress(self) -> OperationStatus | None:
         """Return the progress of the running operation; None if there is none. Local, cheap."""
-        running = self._operation()
+        running = self._running
         return None if running is None else running.status()
 
 

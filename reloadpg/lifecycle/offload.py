@@ -12,9 +12,10 @@ from ..groups.managed import ManagedGroup
 from ..groups.sets import named_sets
 from ..reports import Report
 from ..settings import as_flag
-from .callbacks import Callback, callbacks
+from .callbacks import Callback, callbacks, for_groups, for_sets
 from .destroy import Releases
 from .job import Job
+from .kinds import OFFLOAD
 from .operation import Operation
 from .pending import Pending, run
 from .suspend import (
@@ -23,6 +24,7 @@ from .suspend import (
     refuse_borrowed,
     released_backends,
     suspend,
+    suspending,
     verify,
 )
 
@@ -75,7 +77,7 @@ def offload(*sets: str, wait: bool = True) -> Report | Pending:
             are wrong; nothing was changed. Call :func:`recover`.
     """
     wait = as_flag(wait, "offload(wait)", "nothing was changed")
-    op = Operation("offload", named_sets(sets, "offload"))
+    op = Operation(OFFLOAD, named_sets(sets, "offload"))
     return run(op, release, wait=wait)
 
 
@@ -93,34 +95,35 @@ def release(op: Operation, job: Job) -> None:
     live = [group for group in reversed(op.groups) if group.is_live]
     # All that can fail comes before the first barrier: the callbacks, what other code holds of the
     # groups, the device's work. When the last rank has arrived, every rank may change its groups.
-    obstacle = obstacle_of(live, job) if op.may_suspend else ""
-    live = _prepare(op, live, op.due(callbacks.offload), ends=not op.may_suspend)
+    may_suspend = op.options.strategy == "suspend"
+    obstacle = obstacle_of(live, job) if may_suspend else ""
+    due = for_sets(callbacks.offload, op.scope.sets)
+    live = _prepare(op, live, due, ends=not may_suspend)
     _quiesce(op)
     said = f"rank {job.rendezvous.rank}: {obstacle}" if obstacle else ""
     obstacle = op.agree(said, itemgetter(0))  # of the lowest rank that has one
-    suspends = op.may_suspend and not obstacle
-    if op.may_suspend:
+    suspends = may_suspend and not obstacle
+    if may_suspend:
         if not suspends:  # only now is it known that generations end
             live = _prepare(op, live, [], ends=True)
             _quiesce(op)
         op.barrier("quiesced")
-    op.warnings += choose(live, suspends=suspends, obstacle=obstacle)
+    op.record.warn(*choose(live, suspends=suspends, obstacle=obstacle))
     # From here on, groups change: the operation completes, or sets them all to failed.
     recreated = [] if suspends else live
     suspended = [group for group in live if group.history.strategy == "suspend"]
-    if op.may_suspend:
+    if may_suspend:
         held = memory.in_use()
-        op.over(live if suspends else [], suspend)
-        op.barrier("suspended")
-        op.warnings += verify(suspended, job, held, memory.in_use())
+        with suspending(job, op.record, "offload failed in its phase 'suspended'"):
+            op.over(live if suspends else [], suspend)
+            op.barrier("suspended")
+        op.record.warn(*verify(suspended, job, held, memory.in_use()))
     releases = Releases(job)
     c10d_backends.await_monitors(*(group.communicator for group in recreated))
     op.over(recreated, releases.destroy)
     op.barrier("released")
-    op.warnings += releases.held()
-    op.note = "" if live else "no live reloadable group"
-    for state in op.states:
-        state.owes_callbacks = False
+    op.record.warn(*releases.held())
+    op.record.note("" if live else "no live reloadable group")
 
 
 def _prepare(
@@ -133,10 +136,9 @@ def _prepare(
     """
     if ends:
         refuse_borrowed(live, op.options.borrowed)
-        due = [*due, *op.due(callbacks.offload, live)]
+        due = [*due, *for_groups(callbacks.offload, live)]
     if due:
-        for state in op.states:
-            state.owes_callbacks = True  # until the offload is complete
+        op.scope.owe(op.groups)  # until the offload is complete
     op.call(due, _UNCHANGED)
     for group in live if ends else ():
         for package in callbacks.packages_of(group.proxy):  # it has dropped what it has taken

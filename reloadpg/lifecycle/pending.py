@@ -15,15 +15,14 @@ from collections.abc import Callable, Generator
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Literal, overload
 
-from ..errors import PendingError
-from ..groups.offloaded import UnderWay
-from ..rendezvous.round import Interrupted
+from ..c10d import devices
+from ..errors import PendingError, ReloadpgError
 from ..reports import Report
-from ..threads import Task
+from ..threads import Interrupted, Task, exiting
 from .callbacks import publish
+from .caller import Caller
 from .job import Job
 from .operation import Operation
 
@@ -34,9 +33,6 @@ Body = Callable[[Operation, Job], object]
 
 _SIGNAL_S = 1.0
 """A wait handles signals at least this often, in seconds, whichever thread they were given to."""
-
-_LEFT_S = 0.1
-"""Seconds after which a call that the caller is to make looks whether the caller has left."""
 
 _INTERRUPT_S = 15.0
 """Seconds that an interrupted caller waits for its operation to end, on all ranks."""
@@ -60,24 +56,38 @@ class Pending(futures.Future[Report]):
         super().__init__()
         self.operation = operation
         self._pid = os.getpid()
-        self._begun = threading.Event()
+        self._claimed = threading.Lock()
+        self._begun: futures.Future[None] = futures.Future()
 
-    def _start(self, op: Operation, body: Body) -> None:
-        """Begin the operation, and run it in a thread."""
-        op.begin()
-        op.reserve()
-        Task(partial(_perform, op, body, self), self.operation, daemon=False)
-        self._begun.wait()  # from now on, cancel() returns False
+    def _start(self, perform: Callable[[], object], caller: Caller) -> None:
+        """Start the thread of the operation. Local; may be called again after an interrupt.
 
-    def _interrupt(self, op: Operation, error: BaseException) -> None:
-        """Tell the operation to end, for an error in the caller. Waits a limited time.
-
-        If its thread has not begun, the operation ends here.
+        If the system starts no thread, an operation that is told to end does so in this one.
         """
-        if not self.cancel():
-            op.interrupt(error)
+        if exiting():
+            raise ReloadpgError(
+                f"{self.operation} was called while the interpreter exits, in an exit handler or a "
+                "finalizer; nothing was changed. No thread can be started any more. Call it, and "
+                "leave offloaded() blocks, before the program ends."
+            )
+        if self._claimed.locked():
             return
-        op.fail(error)
+        try:
+            Task(perform, self.operation, daemon=False)
+        except ReloadpgError:
+            if caller.error is None:
+                raise
+            perform()
+
+    def _claim(self) -> bool:
+        """Whether the calling thread is the first to perform the operation. Local."""
+        return self._claimed.acquire(blocking=False)
+
+    def _await_begin(self) -> None:
+        """Wait until the operation has begun; raise why it has not."""
+        while not futures.wait([self._begun], _SIGNAL_S).done:
+            pass
+        self._begun.result()
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait until the operation has ended, and return its report. Blocking; may be repeated.
@@ -133,112 +143,81 @@ def run(op: Operation, body: Body, *, wait: bool = True) -> Report | Pending:
     """Run an operation in a thread, and wait for it. Callbacks run in this thread.
 
     An error in this thread, such as KeyboardInterrupt, tells the operation to end, and is raised
-    after that or after a limited time.
+    after that or after a limited time. The operation begins and ends in its thread, which no signal
+    interrupts: so it ends as all ranks know, however often this thread is interrupted.
 
     Args:
         op: the operation.
         body: its steps.
         wait: if False, return a handle, without a wait. Callbacks run in the operation's thread.
     """
-    pending = caller = None
+    call = None
     try:
-        if wait:
-            caller = _Caller()
-            op.in_caller = caller.call
-        else:
-            op.under_way = UnderWay(op.name)
-        pending = Pending(op.name)
-        pending._start(op, body)
-        if caller is None:
-            return pending
-        pending.add_done_callback(caller.end)
-        caller.serve()
+        call = _Call(op, body, wait)
+        return call.wait()
     except BaseException as error:
-        if pending is None:
-            op.fail(error)
-        else:
-            pending._interrupt(op, error)
-        if caller is not None:
-            caller.leave()
-            if pending is not None and pending.running():
-                with suppress(PendingError):
-                    pending.exception(_INTERRUPT_S)
+        (call or _Call(op, body, wait)).leave(error)
         raise
-    return pending.result()
+    finally:
+        del call  # the traceback holds this frame
 
 
-class _Caller:
-    """The thread that waits for an operation, and makes calls for it."""
+class _Call:
+    """A call of an operation, in the caller's thread."""
 
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], object], futures.Future[None]] | None]
-        self._calls = SimpleQueue()
-        self._left = threading.Event()
+    def __init__(self, op: Operation, body: Body, wait: bool) -> None:
+        self._op = op
+        self._pending, self._caller = Pending(op.name), Caller(waits=wait)
+        self._perform = partial(_perform, op, body, self._pending, self._caller)
 
-    def serve(self) -> None:
-        """Make the calls of the operation until it has ended."""
-        while True:
-            with suppress(Empty):
-                request = self._calls.get(timeout=_SIGNAL_S)
-                if request is None:
-                    return
-                function, ended = request
-                try:
-                    function()
-                except BaseException as error:  # raised in the operation, which ends
-                    ended.set_exception(error)
-                else:
-                    ended.set_result(None)
-                del request, function, ended
+    def wait(self) -> Report | Pending:
+        """Wait until the operation has ended; if its caller does not wait, until it has begun."""
+        if text := devices.difference():  # of this thread's current device
+            self._op.record.warn(text)
+        pending, caller = self._pending, self._caller
+        caller.wait(self._start, caller.serve if caller.waits else pending._await_begin)
+        return pending.result() if caller.waits else pending
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Call a function in the caller's thread; from that of the operation.
+    def leave(self, error: BaseException) -> None:
+        """Tell the operation to end for an error, and wait a limited time until it has ended."""
+        self._caller.leave(error, self._start)
+        with suppress(PendingError):
+            self._pending.exception(_INTERRUPT_S)
 
-        Raises:
-            Interrupted: the caller waits no more.
-        """
-        ended: futures.Future[None] = futures.Future()
-        self._calls.put((function, ended))
-        while not futures.wait([ended], _LEFT_S).done:
-            if self._left.is_set():
-                raise Interrupted
-        ended.result()
-
-    def leave(self) -> None:
-        """Make no further call. One that has not ended raises Interrupted in the operation."""
-        self._left.set()
-
-    def end(self, _: object) -> None:
-        """Let :meth:`serve` return: the operation has ended."""
-        self._calls.put(None)
+    def _start(self) -> None:
+        self._pending._start(self._perform, self._caller)
 
 
-def _perform(op: Operation, body: Body, pending: Pending) -> None:
+def _perform(op: Operation, body: Body, pending: Pending, caller: Caller) -> None:
     """Run the operation; the whole of its thread."""
-    if not pending.set_running_or_notify_cancel():
+    if not pending._claim():
         return
-    pending._begun.set()
-    if op.under_way is not None:
-        op.under_way.enter()
+    pending.set_running_or_notify_cancel()
     try:
-        try:
-            with op:
-                if op.job is not None:
-                    body(op, op.job)
-        finally:
-            if op.job is not None:
-                _publish(op)
+        _run(op, body, pending._begun, caller)
     except BaseException as error:  # raised in the caller's thread by result()
-        if op.under_way is not None:  # the program may have dropped the handle
+        if not caller.waits and pending._begun.done():  # the program may have dropped the handle
             logger.error("%s(wait=False) has failed: %r", op.name, error)
+        if not pending._begun.done():
+            pending._begun.set_exception(error)
         pending.set_exception(error)
         del pending  # the traceback holds this frame
     else:
         pending.set_result(op.report)
+    finally:
+        caller.end()
 
 
-def _publish(op: Operation) -> None:
+def _run(op: Operation, body: Body, begun: futures.Future[None], caller: Caller) -> None:
+    operation = op.begin(caller)
     try:
-        op.in_caller(partial(publish, op.report))
-    except Interrupted:
-        publish(op.report)
+        with operation:
+            begun.set_result(None)
+            if op.job is not None:
+                body(op, op.job)
+    finally:
+        if op.job is not None:
+            try:
+                op.in_caller(partial(publish, op.report))
+            except Interrupted:
+                publish(op.report)

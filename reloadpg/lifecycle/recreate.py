@@ -37,15 +37,15 @@ def rebuild(op: Operation, job: Job, connect: Connect) -> None:
     threads = 1 if _share_options(gone) else op.creators
     rebuilds = Rebuilds(op, job, gone, connect)
     # A group that was resumed may never have been connected.
-    back = [g for g in there if g in gone or (connect != "none" and g.name in op.reports)]
-    op.over(back, rebuilds.create, parallelism=threads)
+    back = [g for g in there if g in gone or (connect != "none" and g.name in op.record.groups)]
+    op.over(back, rebuilds.create, threads)
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
-    op.over(checked, lambda group, wanted, _: check_group(group, connect, wanted), parallelism=1)
+    op.over(checked, lambda group, wanted, _: check_group(group, connect, wanted), 1)
     op.barrier("done")
-    op.note = "" if op.reports else "no reloadable group here"
-    op.call_reloaded(gone)
+    op.record.note("" if op.record.groups else "no reloadable group here")
+    op.call_reloaded()
     job.watch_dumps()
 
 
@@ -69,7 +69,7 @@ class Rebuilds:
         # An abandoned thread must not use the clients that follow.
         self._clients, self._has_peers = job.creation_stores, not job.rendezvous.alone
         self._connect = connect
-        suffix = f"{op.generation}.{op.round.label}"
+        suffix = f"{op.scope.generation}.{op.round.label}"
         self._names = {group: group.construction.name_of_generation(suffix) for group in gone}
         for group, name in self._names.items():
             group.names_in_store.append(name)
@@ -100,13 +100,13 @@ class Rebuilds:
         Each thread has a separate client, kept for later reloads: an abandoned creation holds it
         while it waits for its peers, and two creations on one client would wait for each other.
         """
-        world = self._op.world
+        world = self._op.scope.world
         store = stores.root_store(world)
         if self._has_peers:
             if not self._clients.is_ready(index):
-                self._op.set_doing(index, f"{group!r} (connecting to the store)")
+                self._op.workers.set_doing(index, f"{group!r} (connecting to the store)")
             store = self._clients.of(index, store)
-            self._op.set_doing(index, repr(group))
+            self._op.workers.set_doing(index, repr(group))
         if group.construction.is_world:
             return store
         return PrefixStore(f"{tables.name_of(world)}/", store)
@@ -124,7 +124,7 @@ class Rebuilds:
             )
         with wanted as is_wanted:
             if is_wanted:
-                group.attach(inner, self._op.generation)
+                group.attach(inner, self._op.scope.generation)
                 group.history.strategy = "recreate"
         if not is_wanted:
             # The destruction makes other members fail, so they are notified of the reason first.
@@ -141,7 +141,7 @@ class Rebuilds:
 
 
 def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) -> None:
-    spent = [key for group in groups for key in spent_keys(group, op.world)]
+    spent = [key for group in groups for key in spent_keys(group, op.scope.world)]
     if not spent or job.rendezvous.alone:
         return
 

@@ -10,14 +10,15 @@ from ..groups.offloaded import GroupState
 from ..groups.sets import named_sets
 from ..reports import Report
 from ..settings import as_flag
-from .callbacks import callbacks
+from .callbacks import callbacks, for_sets
 from .connect import Connect, validate
 from .destroy import abort
 from .job import Job
+from .kinds import RELOAD
 from .operation import Operation
 from .pending import Pending, run
 from .recreate import rebuild
-from .suspend import check_room, resume
+from .suspend import check_room, resume, suspending
 
 
 @overload
@@ -74,7 +75,7 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
     """
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
-    op = Operation("reload", named_sets(sets, "reload"))
+    op = Operation(RELOAD, named_sets(sets, "reload"))
     return run(op, partial(restore, how=connect), wait=wait)
 
 
@@ -91,26 +92,27 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
         how = "eager" if op.options.recoverable else "none"
     op.enter()
     op.await_unfinished()
-    if op.changes:
-        op.call(op.due(callbacks.before_reload), _OFFLOADED)
+    if op.scope.changes:
+        op.call(for_sets(callbacks.before_reload, op.scope.sets), _OFFLOADED)
     suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
     if differs := _agree(op, how):
         reason = f"The ranks disagreed on the state: {differs}."
-        op.warnings.append(f"all groups were rebuilt. {reason}")
-        op.mark_offloaded()
+        op.record.warn(f"all groups were rebuilt. {reason}")
+        op.scope.mark_offloaded()
         abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
         op.reserve()
         op.await_unfinished()
-    elif not op.changes:
-        op.note = "nothing is offloaded"
-        if any(job.sets[name].owes_callbacks for name in op.chosen):
-            op.call_reloaded(op.groups)
+    elif not op.scope.changes:
+        op.record.note("nothing is offloaded")
+        op.call_reloaded()
         return
-    elif op.may_suspend:
-        op.do("device", lambda: check_room(suspended, op.world.rank()), "checking free memory")
+    elif op.options.strategy == "suspend":
+        rank = job.rendezvous.rank
+        op.do("device", lambda: check_room(suspended, rank), "checking free memory")
         op.barrier("room")
-        op.over(suspended, resume)
-        op.barrier("resumed")
+        with suspending(job, op.record, "reload failed in its phase 'resumed'"):
+            op.over(suspended, resume)
+            op.barrier("resumed")
     rebuild(op, job, how)
 
 

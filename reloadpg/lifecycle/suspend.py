@@ -12,7 +12,8 @@ for any group, and all ranks recreate all groups of that operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -28,6 +29,7 @@ from ..texts import counted, mebibytes
 from ..threads import CancelToken
 from .callbacks import callbacks
 from .job import Job
+from .report import Record
 
 _LEAST_SHARE = 0.25
 """Share of the reported bytes that a suspend must give back; other processes may allocate too."""
@@ -39,6 +41,24 @@ def released_backends(inner: ProcessGroup, construction: Construction) -> list[A
     """List the backend objects of a group that are released, each once."""
     backends = c10d_backends.live_backends(inner, construction.selected)
     return list({id(backend): backend for backend in backends.values()}.values())
+
+
+@contextmanager
+def suspending(job: Job, record: Record, doing: str) -> Iterator[None]:
+    """A block in which groups are suspended or resumed; if it fails, the job suspends no more.
+
+    Args:
+        job: the job.
+        record: of the operation, for a warning.
+        doing: the operation and its phase, for messages.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        job.stop_suspending(f"an earlier {doing}: {reason}")
+        record.warn("from now on, the job recreates its groups and suspends none")
+        raise
 
 
 def suspend(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
@@ -99,13 +119,6 @@ def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
         "communicator was resumed on any rank; they stay offloaded. Free memory there, then call "
         "reload() again on all ranks."
     )
-
-
-def planned(group: ManagedGroup, strategy: str) -> str:
-    """The strategy of a group before the choice, equal on all of its members. Local."""
-    if group.is_live:
-        return strategy
-    return group.history.strategy if group.communicator is not None else "recreate"
 
 
 def obstacle_of(groups: Sequence[ManagedGroup], job: Job) -> str:
@@ -193,9 +206,7 @@ def verify(
         return []
     if not expected and any(group.history.held_bytes is None for group in groups):
         return []  # the backend reports no bytes
-    job.suspend_obstacle = (
-        f"an earlier suspend gave back {mebibytes(freed)} of {mebibytes(expected)}"
-    )
+    job.stop_suspending(f"an earlier suspend gave back {mebibytes(freed)} of {mebibytes(expected)}")
     why = "NCCL without cuMem (NCCL_CUMEM_ENABLE=0, or a driver without virtual memory) keeps it"
     return [
         f"the suspend of {counted(len(groups), 'group')} gave back {mebibytes(freed)} of the "

@@ -28,9 +28,10 @@ from ..errors import PeerFailedError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
-from ..lifecycle.callbacks import callbacks
+from ..lifecycle.callbacks import callbacks, for_sets
 from ..lifecycle.destroy import abort
 from ..lifecycle.job import Job, jobs
+from ..lifecycle.kinds import RECOVER
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
 from ..lifecycle.recreate import rebuild
@@ -94,7 +95,7 @@ def recover(
         InvalidOptionError: ``timeout`` is not positive; nothing was changed.
     """
     seconds = _seconds(timeout)
-    op = Operation("recover")
+    op = Operation(RECOVER)
     error = sys.exc_info()[1] if reason is None else reason  # that of this thread
     run(op, partial(_recover, reason=error, seconds=seconds))
     del error
@@ -136,34 +137,33 @@ def _recover(
             "generation": max([job.generation, *(group.generation for group in op.groups)]),
         }
     )
-    timeout = op.options.timeout.total_seconds()
     if seconds is None:
+        timeout = op.options.timeout.total_seconds()
         seconds = max([timeout, *map(_longest_wait, op.groups)])
     was_offloaded = job.offloaded
     waited = Deadline("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
         with op.step("wait.flag"):
-            op.enter(seconds, reason=str(fault))
+            op.enter(reason=str(fault))
     finally:
         _abort_all(op, job, str(fault))
     while True:
+        left = max(waited.left, _LEAST_S)
         try:
             op.await_unfinished()
-            agreed = json.loads(op.agree(report, _summary))
+            agreed = json.loads(op.agree(report, _summary, left))
             break
         except PeerFailedError:
             if op.round.decision is None or op.round.decision.kind != "recover":
                 raise
         # Another rank has left this recovery, and requested the next one.
-        left = max(waited.left, _LEAST_S)
-        op.enter(left, reason=str(fault))
-    op.round.seconds = timeout
-    op.generation = agreed["generation"]
-    op.faults = tuple(
+        op.enter(reason=str(fault))
+    op.rebuild_all(agreed["generation"])
+    op.record.blame(
         replace(RankFault(**fault), late=tuple(fault["late"])) for fault in agreed["faults"]
     )
     if was_offloaded:
-        op.call(op.due(callbacks.before_reload))
+        op.call(for_sets(callbacks.before_reload, op.scope.sets))
     rebuild(op, job, "canary")
 
 
@@ -179,7 +179,7 @@ def _fault(op: Operation, reason: str | BaseException | None) -> RankFault:
         _release_work(reason)
     elif reason is not None:
         text = str(reason)[:1000]
-    return RankFault(op.world.rank(), text, where)
+    return RankFault(op.scope.job.rendezvous.rank, text, where)
 
 
 def _release_work(error: BaseException) -> None:
@@ -246,8 +246,8 @@ def _seconds(given: timedelta | float | None) -> float | None:
 
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
     """Set all groups to failed and abort their communicators in parallel. Local, non-blocking."""
-    op.mark_offloaded()
-    job.creation_stores = Clients()
+    op.scope.mark_offloaded()
+    job.forget_clients()
     op.in_caller(partial(_close_coalescing, op))
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object

@@ -1,8 +1,9 @@
-"""One operation on one rank: its barriers on the store, and its work between them.
+"""A rank on the store of its job, and one operation there: barriers, and work between them.
 
-A :class:`Rendezvous` is the connection of a rank to the store of its job; it opens the operations.
-A :class:`Round` is one of them, with its remaining barriers in order. Both drive the generators of
-:mod:`.protocol` (:meth:`Rendezvous.drive`): each command is a request to the store.
+A :class:`Rendezvous` lives as long as the job: it is the connection to the store, and performs the
+commands of the generators of :mod:`.protocol` (:meth:`Rendezvous.drive`), each by a request. A
+:class:`Round` lives as long as one operation, with its remaining barriers in order. It knows its
+rendezvous, and not the other way round: how an operation waits is a function that it passes.
 
 The timeout limits waiting, not work. A rank that has released or rebuilt a group increments a
 counter on the store, and every rank that sees a change restarts its timeout.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
@@ -27,7 +28,7 @@ from ..c10d.stores import delete_keys
 from ..errors import ReloadpgError
 from ..processes import Peers
 from ..settings import GRACE
-from ..threads import CancelToken, Deadline, Task, wait_seconds
+from ..threads import CancelToken, Deadline, Interrupt, Interrupted, Task, wait_seconds
 from . import protocol
 from .decision import Decision
 from .plan import Plan
@@ -35,6 +36,9 @@ from .protocol import OK, Ended, GaveUp, Rank, Steps
 from .store_client import Root, StoreClient, append, read
 
 T = TypeVar("T")
+
+Wait: TypeAlias = Callable[[str, bool, Deadline], object]
+"""Waits for a key, for a while; see :meth:`Rendezvous.drive`."""
 
 PREFIX = "reloadpg"
 """Prefix of the keys of a job."""
@@ -56,10 +60,6 @@ barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
 rank. What a hook raises is raised there. The moments are ``before`` this rank arrives; ``waiting``,
 counted there and about to wait for others; and ``after`` it has read the decision."""
-
-
-class Interrupted(Exception):  # noqa: N818 - never leaves this package
-    """The caller of an operation has told it to end."""
 
 
 class Rendezvous:
@@ -153,6 +153,15 @@ class Rendezvous:
                     break
                 time.sleep(_READ_S / 4)
 
+    def begin_polling(self, deadline: Deadline) -> None:
+        """Say that this rank polls at a barrier; rank 0 keeps the store until it has read the end.
+
+        Idempotent.
+        """
+        if self.rank and not self._polls:
+            self._polls = key = f"{self.state.job}/polls"
+            self.ask(lambda store: store.add(key, 1), deadline)
+
     def stop_polling(self, deadline: Deadline) -> None:
         """Say that this rank polls no more: it has read how the barrier has ended."""
         key, self._polls = self._polls, ""
@@ -162,17 +171,32 @@ class Rendezvous:
 
     # -- operations -------------------------------------------------------------------------
 
-    def open(self, operation: str, phases: Sequence[str], seconds: float) -> Round:
-        """Enter the next operation; see :meth:`Round.enter`.
+    def round(
+        self,
+        operation: str,
+        phases: Sequence[str],
+        seconds: float,
+        interrupt: Interrupt | None = None,
+    ) -> Round:
+        """The next operation, which this rank has not entered. Local.
 
         Args:
             operation: its name.
             phases: the barriers.
             seconds: the timeout: seconds without progress.
+            interrupt: how its caller tells it to end.
         """
-        with Round(self, operation, phases, seconds) as round_:
+        return Round(self, operation, phases, seconds, interrupt or Interrupt())
+
+    def open(self, operation: str, phases: Sequence[str], seconds: float) -> Round:
+        """Enter the next operation; see :meth:`Round.enter`, and :meth:`round`."""
+        with self.round(operation, phases, seconds) as round_:
             round_.enter()
         return round_
+
+    def note_recovery(self, number: int) -> None:
+        """Record a recovery that all ranks have completed. Local."""
+        self.recovered = number
 
     def recovery_requested(self) -> bool:
         """Whether a recovery was requested that this rank has not joined. Local, with a timeout.
@@ -205,7 +229,7 @@ class Rendezvous:
 
         return self.client.ask(within, deadline, stopped, repeats=repeats)
 
-    def drive(self, steps: Steps, deadline: Deadline, round_: Round | None = None) -> Any:
+    def drive(self, steps: Steps, deadline: Deadline, wait: Wait | None = None) -> Any:
         """Perform the commands of a generator, and return its result. Blocking, with a timeout.
 
         A late reply to an abandoned request reaches no generator.
@@ -213,21 +237,25 @@ class Rendezvous:
         Args:
             steps: the generator.
             deadline: when to give up.
-            round_: the operation, if its ranks wait for each other here.
+            wait: how an operation waits for a key, for a while; and whether it is another wait for
+                the same key.
 
         Raises:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
             Ended, GaveUp, Interrupted: see :mod:`.protocol`.
         """
-        awaited = ""
+        awaited, of_operation = "", wait is not None
+        wait = wait or self._wait
         try:
             command = next(steps)
             while True:
                 try:
                     if isinstance(command, protocol.Await):
                         again, awaited, reply = command.key == awaited, command.key, None
-                        self._wait(command.key, again, deadline, round_)
+                        if deadline.left == 0:
+                            raise GaveUp(Decision("timeout", self.rank))
+                        wait(command.key, again, deadline)
                     else:
                         repeats = not isinstance(command, protocol.Add)
                         reply = self.ask(partial(perform, command), deadline, repeats=repeats)
@@ -238,42 +266,36 @@ class Rendezvous:
         except StopIteration as stop:
             return stop.value
         finally:
-            if round_ is not None:
+            if of_operation:
                 self._driven = time.monotonic()
             steps.close()
 
-    def _wait(self, key: str, again: bool, deadline: Deadline, round_: Round | None) -> None:
+    def _wait(self, key: str, again: bool, deadline: Deadline) -> None:
         """Wait for a key, for a while."""
-        stopped: Callable[[], object] = (lambda: None) if round_ is None else round_.check
-        stopped()
-        if deadline.left == 0:
-            raise GaveUp(Decision("timeout", self.rank))
         if not again:
-            if round_ is not None:
-                round_.run_hooks("waiting")
-            # Torch writes two warnings to stderr for each wait that times out, so there is only one
-            # such wait, which returns as soon as the key exists. A long wait continues by polling.
-            first = deadline.first_log_s if self.state.confirmed else _BRIEF_S
-            first = min(first, deadline.left / 2)
+            self.await_key(key, deadline)
+        else:
+            with deadline.pause(self.pause_s) as seconds:
+                time.sleep(seconds)
 
-            def wait(store: Store) -> None:
-                # It can return without the key if several clients time out at once (torch 2.13), so
-                # its result is ignored. The next request finds out if the store is lost.
-                with suppress(RuntimeError), deadline.pause(first) as left:
-                    store.wait([key], timedelta(seconds=max(0.01, left)))
+    def await_key(
+        self, key: str, deadline: Deadline, stopped: Callable[[], object] = lambda: None
+    ) -> None:
+        """Wait for a key: the first wait for it, by a request that returns when it exists.
 
-            self.ask(wait, deadline, stopped)
-            return
-        if self.rank and round_ is not None and not self._polls:
-            self._polls = key = f"{self.state.job}/polls"
-            self.ask(lambda store: store.add(key, 1), deadline)
-        with deadline.pause(self.pause_s) as seconds:
-            (time.sleep if round_ is None else round_.interrupted.wait)(seconds)
-        stopped()
-        if round_ is not None:
-            if not self.extend(deadline) and not self.state.confirmed:
-                self.watch(deadline)  # the processes that have joined so far
-            deadline.log()
+        Torch writes two warnings to stderr for each such wait that times out, so there is only one
+        for each key; a long wait continues by polling.
+        """
+        first = deadline.first_log_s if self.state.confirmed else _BRIEF_S
+        first = min(first, deadline.left / 2)
+
+        def wait(store: Store) -> None:
+            # It can return without the key if several clients time out at once (torch 2.13), so
+            # its result is ignored. The next request finds out if the store is lost.
+            with suppress(RuntimeError), deadline.pause(first) as left:
+                store.wait([key], timedelta(seconds=max(0.01, left)))
+
+        self.ask(wait, deadline, stopped)
 
     def extend(self, deadline: Deadline, news: int = 0) -> bool:
         """Report the progress of this rank, and restart the timeout if any rank has progressed."""
@@ -335,15 +357,20 @@ class Round:
             it.
         waiting: whether this rank waits at the next barrier for others.
         notified: set when the other ranks were notified of this rank's failure, or cannot be.
-        interrupted: set when the caller has told the operation to end.
-        number: number of the operation, equal on all ranks; 0 if this rank has not entered it.
+        interrupt: how the caller tells the operation to end.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, operation: str, phases: Sequence[str], seconds: float
+        self,
+        rendezvous: Rendezvous,
+        operation: str,
+        phases: Sequence[str],
+        seconds: float,
+        interrupt: Interrupt,
     ) -> None:
-        self._rendezvous, self._rank = rendezvous, rendezvous.state
+        self._rendezvous = rendezvous
         self._phases, self._passed = tuple(phases), 0
+        self._entered = False
         self._ended = False  # it reaches no further barrier, and the other ranks know, or cannot
         self._advanced = 0
         self.operation = operation
@@ -352,8 +379,16 @@ class Round:
         self.since = time.time()
         self.waiting = False
         self.notified = threading.Event()
-        self.interrupted = threading.Event()
-        self.number = 0
+        self.interrupt = interrupt
+
+    @property
+    def _rank(self) -> Rank:
+        return self._rendezvous.state
+
+    @property
+    def number(self) -> int:
+        """Number of the operation, equal on all ranks; 0 if this rank has not entered it."""
+        return self._rank.number if self._entered else 0
 
     @property
     def label(self) -> str:
@@ -379,23 +414,26 @@ class Round:
     def enter(self, reason: str = "") -> None:
         """Enter the operation. Blocking, with a timeout; all ranks make the same calls.
 
-        ``recover`` requests a recovery of all ranks, or joins the requested one. If another rank
-        has requested one, the first barrier of another operation raises it. So it does if
-        operations have failed without this rank, unless this one repairs that.
+        ``recover`` requests a recovery of all ranks, or joins the requested one.
 
         Args:
             reason: of a recovery, for ranks that wait elsewhere.
 
         Raises:
+            PeerFailedError: operations have failed without this rank, or another rank has requested
+                a recovery, and this operation does not repair that. Or DisagreementError or
+                RendezvousTimeoutError, as on the other ranks.
             ReloadpgError: the store is lost.
         """
-        rendezvous, deadline, before = self._rendezvous, self._deadline(), self._rank.number
+        before = self._rank.number
         try:
-            rendezvous.drive(self._rank.enter(self.operation, reason), deadline)
-        except Ended as ended:  # raised at the first barrier, or while this rank works
+            self.interrupt.check()
+            self._drive(self._rank.enter(self.operation, reason), self._deadline())
+        except Ended as ended:
             self._ended, self.decision = True, ended.decision
+            raise self._error() from None
         finally:  # also if a signal handler raises
-            self.number = self._rank.number if self._rank.number != before else 0
+            self._entered = self._rank.number != before
 
     # -- barriers ---------------------------------------------------------------------------
 
@@ -405,6 +443,7 @@ class Round:
         plan: Plan | None = None,
         said: str = "",
         summary: Callable[[Sequence[str]], str] = "\n".join,
+        seconds: float | None = None,
     ) -> str:
         """Wait until all ranks arrive. Collective, blocking, with a timeout.
 
@@ -413,6 +452,7 @@ class Round:
             plan: this rank's plan, at the first barrier; it must be equal on all ranks.
             said: what this rank says to all ranks there.
             summary: makes one text of what ranks have said, in their order, on one of them. Pure.
+            seconds: the timeout of this wait; None for that of the operation.
 
         Returns:
             The summary, equal on all ranks; empty if no rank has said anything.
@@ -422,11 +462,9 @@ class Round:
             RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
             PeerFailedError: a rank failed before it arrived.
         """
-        if self._ended and not self.number:
-            raise self._error()
-        if self._ended or self.phase != phase:
+        if not self._entered or self._ended or self.phase != phase:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
-        rendezvous, deadline, share = self._rendezvous, self._deadline(), 0
+        rendezvous, deadline, share = self._rendezvous, self._deadline(seconds), 0
         if plan is not None and not rendezvous.alone:
             share = plan.contribution(rendezvous.rank, rendezvous.size)
         self.since, confirmed = time.time(), self._rank.confirmed
@@ -435,20 +473,19 @@ class Round:
         steps = self._rank.barrier(share, said, summary, ends=phase == self._phases[-1])
         try:
             self.check()
-            decision: Decision = rendezvous.drive(steps, deadline, self)
+            decision: Decision = self._drive(steps, deadline)
             rendezvous.stop_polling(deadline)
         except Ended as error:
             rendezvous.stop_polling(deadline)
             decision = self._leave(error, plan=plan)
             if decision.kind != "ok":
                 self.run_hooks("after")
-                raise self._error() from None
+                raise self._error(seconds) from None
         except ReloadpgError:  # it may never know the decision, and assumes that all have passed
             self._passed += 1
             raise
         finally:
             self.waiting, self.since = False, time.time()
-        self.number = self._rank.number
         self.run_hooks("after")
         if not confirmed:
             rendezvous.watch(deadline)  # all are in the list of this host
@@ -499,13 +536,11 @@ class Round:
         while True:
             # The process may have been stopped in this pause: that time does not count.
             with deadline.pause(pause) as seconds:
-                if _all_ended(tasks, seconds, self.interrupted):
+                if _all_ended(tasks, seconds, self.interrupt):
                     return
             pause, seen = rendezvous.pause_s, self._advanced
             self.check()  # the work may wait for a process that has ended
-            if self._ended:
-                raise self._error()
-            rendezvous.drive(self._rank.look(), deadline, self)
+            self._drive(self._rank.look(), deadline)
             rendezvous.extend(deadline, seen - told)
             told = seen
             deadline.log(doing)
@@ -513,24 +548,39 @@ class Round:
             if deadline.left == 0 and self._advanced == told:
                 raise GaveUp(Decision("timeout", rendezvous.rank))
 
+    def _drive(self, steps: Steps, deadline: Deadline) -> Any:
+        """Perform the steps of this operation, in which its ranks wait for each other."""
+        return self._rendezvous.drive(steps, deadline, self._wait)
+
+    def _wait(self, key: str, again: bool, deadline: Deadline) -> None:
+        """Wait for the others at a barrier, for a while."""
+        rendezvous = self._rendezvous
+        self.check()
+        if not again:
+            self.run_hooks("waiting")
+            rendezvous.await_key(key, deadline, self.check)
+            return
+        rendezvous.begin_polling(deadline)
+        with deadline.pause(rendezvous.pause_s) as seconds:
+            self.interrupt.pause(seconds)
+        self.check()
+        if not rendezvous.extend(deadline) and not rendezvous.state.confirmed:
+            rendezvous.watch(deadline)  # the processes that have joined so far
+        deadline.log()
+
     def advance(self) -> None:
         """Count progress of this rank. Local, from any thread."""
         self._advanced += 1
 
-    def _deadline(self) -> Deadline:
-        """The deadline of the next barrier."""
-        return Deadline(self.operation, self.seconds, self.phase)
+    def _deadline(self, seconds: float | None = None) -> Deadline:
+        """The deadline of the next barrier, by default with the timeout of the operation."""
+        return Deadline(self.operation, seconds or self.seconds, self.phase)
 
     # -- the end ----------------------------------------------------------------------------
 
-    def interrupt(self) -> None:
-        """Tell this operation to end, from another thread. Local, non-blocking."""
-        self.interrupted.set()
-
     def check(self) -> None:
         """Raise if this rank gives up: it is interrupted, or a process on its host has ended."""
-        if self.interrupted.is_set():
-            raise Interrupted
+        self.interrupt.check()
         if dead := self._rendezvous.peers.dead():
             text = f"its process on the host of rank {self._rendezvous.rank} has ended"
             raise GaveUp(Decision("failed", dead[0], text, dead=dead))
@@ -606,7 +656,7 @@ class Round:
             decision = rendezvous.drive(self._rank.end(decision), deadline)
         elif isinstance(error, GaveUp):
             decision = rendezvous.drive(self._rank.refuse(self.operation, decision), deadline)
-            self.number = self._rank.number
+            self._entered = True
         if decision.kind == "ok":
             return decision
         self._ended, self.decision = True, decision
@@ -622,13 +672,13 @@ class Round:
             self.decision = rendezvous.drive(steps, Deadline(self.operation, seconds, self.phase))
         return self.decision
 
-    def _error(self) -> ReloadpgError:
+    def _error(self, seconds: float | None = None) -> ReloadpgError:
         decision, rendezvous = self.decision or OK, self._rendezvous
         self.notified.set()
-        return decision.error(self._deadline(), rendezvous.rank, rendezvous.size)
+        return decision.error(self._deadline(seconds), rendezvous.rank, rendezvous.size)
 
 
-def _all_ended(tasks: Sequence[Task[Any]], seconds: float, interrupted: threading.Event) -> bool:
+def _all_ended(tasks: Sequence[Task[Any]], seconds: float, interrupt: Interrupt) -> bool:
     """Wait for at most this many seconds; return whether all have ended. Raises their errors."""
     end = time.monotonic() + seconds
     while True:
@@ -639,7 +689,7 @@ def _all_ended(tasks: Sequence[Task[Any]], seconds: float, interrupted: threadin
         if not running:
             return True
         left = end - time.monotonic()
-        if left <= 0 or interrupted.is_set():
+        if left <= 0 or interrupt.error is not None:
             return False
         # Any of several threads may fail first, and its error must not wait for the others.
         running[0].wait(min(left, 0.5) if len(tasks) == 1 else min(left, 0.01))

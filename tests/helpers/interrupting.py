@@ -47,3 +47,28 @@ def interrupted_at_call(number: int) -> Iterator[None]:
         yield
     finally:
         sys.settrace(None)
+
+
+@contextmanager
+def raised_at_call(number: int, error: BaseException, after: CodeType) -> Iterator[list[int]]:
+    """Raise an error at a call of a function of the library, counted from the call of ``after``.
+
+    As a signal handler raises it. Only in this thread. The list has the number of calls that were
+    left; it is not positive once the error was raised.
+    """
+    left = [number]
+    begun = False
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        nonlocal begun
+        if begun and frame.f_globals.get("__name__", "").startswith("reloadpg."):
+            left[0] -= 1
+            if left[0] == 0:
+                raise error
+        begun = begun or frame.f_code is after
+
+    sys.settrace(trace)
+    try:
+        yield left
+    finally:
+        sys.settrace(None)

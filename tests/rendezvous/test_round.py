@@ -21,9 +21,9 @@ from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
-from reloadpg.rendezvous.round import Interrupted, Rendezvous, barrier_hooks
+from reloadpg.rendezvous.round import Rendezvous, barrier_hooks
 from reloadpg.settings import LOG_WAIT
-from reloadpg.threads import CancelToken, Deadline, Task
+from reloadpg.threads import CancelToken, Deadline, Interrupted, Task
 
 pytestmark = pytest.mark.matrix
 
@@ -168,7 +168,9 @@ def test_work_that_ends_after_its_operation_is_not_committed(
 
     round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), timeout)
     if end == "interrupt":
-        threading.Thread(target=lambda: begun.wait(SOON) and round_.interrupt()).start()
+        threading.Thread(
+            target=lambda: begun.wait(SOON) and round_.interrupt.tell(KeyboardInterrupt())
+        ).start()
     with pytest.raises(error) as caught:
         tasks = [Task(one, "work") for one in [commit, *[fail] * (end == "failure")]]
         round_.watch(tasks, wanted, lambda: "a group")

@@ -1,0 +1,230 @@
+"""One operation is begun, ended and told by one thread, whenever its caller is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from helpers import worlds
+from helpers.fault_job import FAR, Job, attempt, base_store, join_operations
+from helpers.interrupting import raised_at_call
+
+import reloadpg
+from reloadpg.lifecycle.pending import run
+from reloadpg.rendezvous.round import barrier_hooks
+from reloadpg.testing import run_ranks
+
+INTERRUPTED = 1
+
+
+@pytest.fixture(autouse=True)
+def _silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait only a short time for the responses of ranks that do not respond."""
+    for name, seconds in worlds.SILENCE.items():
+        monkeypatch.setenv(name, seconds)
+
+
+# -- an operation that has ended ------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["offload", "reload"])
+def test_a_late_rank_calls_no_callback_in_an_operation_that_has_ended(rank: int, name: str) -> None:
+    """A callback may run a collective, in which this rank would be alone."""
+    job = Job("gloo", subgroups=([0, 1],), timeout=FAR)
+    store, called = base_store().clone(), []
+    operation = getattr(reloadpg, name)
+    if name == "reload":
+        reloadpg.offload()
+    register = (
+        reloadpg.on_offload if name == "offload" else partial(reloadpg.on_reload, before=True)
+    )
+
+    def mine() -> None:
+        called.append(rank)
+        if rank == 0:
+            raise ValueError("of rank 0")
+
+    remove = register(mine)
+    if rank == 1:
+        store.wait(["rank 0 has failed"])
+    seen = attempt(operation)
+    if rank == 0:
+        store.set("rank 0 has failed", "1")
+    else:
+        assert (seen.kind, seen.rank) == ("PeerFailedError", 0)
+        assert "of rank 0" in seen.text
+    assert called == ([0] if rank == 0 else [])
+    remove()
+    job.meet("ended")
+    reloadpg.reload()
+    job.assert_live()
+
+
+# -- interrupts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("name", ["offload", "reload"])
+def test_an_interrupt_at_any_call_of_a_beginning_operation_is_told(
+    rank: int, name: str, error: type[BaseException]
+) -> None:
+    """The other rank raises at once, and does not wait for the timeout."""
+    job = Job("gloo", subgroups=([0, 1],), timeout=FAR)
+    interrupted, number = True, 0
+    while interrupted and number < 120:
+        number += 1
+        if name == "reload":
+            reloadpg.offload()
+        left, seen = [1], None
+        if rank == INTERRUPTED:
+            with raised_at_call(number, error("of a handler"), run.__code__) as left:
+                seen = attempt(getattr(reloadpg, name))
+        else:
+            seen = attempt(getattr(reloadpg, name))
+        assert seen.kind in ("", error.__name__, "PeerFailedError"), (number, seen)
+        if rank == INTERRUPTED:
+            join_operations()
+            base_store().set(f"interrupted/{number}", str(left[0] <= 0))
+        job.meet(f"ended {number}")
+        interrupted = base_store().get(f"interrupted/{number}") == b"True"
+        reloadpg.reload()
+        job.assert_live()
+    assert number > 5
+
+
+@pytest.mark.ranks(2)
+def test_a_second_interrupt_while_the_first_is_handled_leaves_no_operation_running(
+    rank: int,
+) -> None:
+    """Two signals of a user who presses Ctrl-C twice, at many distances."""
+    job = Job("gloo", subgroups=([0, 1],), timeout=FAR)
+    store, main = base_store().clone(), os.getpid()
+
+    def second(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def first(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, distance)
+        raise KeyboardInterrupt
+
+    def hook(moment: str, *_: object) -> None:
+        if moment == "waiting" and rank == INTERRUPTED and armed:
+            armed.clear()
+            os.kill(main, signal.SIGINT)
+
+    signal.signal(signal.SIGINT, first)
+    signal.signal(signal.SIGALRM, second)
+    barrier_hooks.append(hook)
+    for number in range(40):
+        distance, armed = 10e-6 * 1.15**number, [number]
+        if rank == 0:
+            store.wait([f"interrupted/{number}"])
+        seen = attempt(reloadpg.offload)
+        if rank == INTERRUPTED:
+            try:
+                store.set(f"interrupted/{number}", "1")
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                store.set(f"interrupted/{number}", "1")
+            assert seen.kind == "KeyboardInterrupt"
+            join_operations()
+            assert reloadpg.status().running is None
+        else:
+            assert seen.kind == "PeerFailedError", (number, seen)
+        job.meet(f"ended {number}")
+    barrier_hooks.clear()
+    reloadpg.reload()
+    job.assert_live()
+
+
+# -- callbacks after a reload ---------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_callbacks_after_a_reload_are_owed_until_each_has_returned(
+    rank: int, error: type[BaseException]
+) -> None:
+    """Whatever ends the first of them, the next reload calls the rest, each once."""
+    Job("gloo", subgroups=([0, 1],), timeout=FAR)
+    calls: list[str] = []
+
+    def raises() -> None:
+        calls.append("raises")
+        if rank == 0 and calls.count("raises") == 1:
+            raise error("of a callback")
+
+    reloadpg.on_reload(lambda: calls.append("before"))
+    reloadpg.on_reload(raises)
+    reloadpg.on_reload(lambda: calls.append("after"))
+    reloadpg.offload()
+    seen = attempt(reloadpg.reload)
+    assert seen.kind == ("" if rank else "ReloadpgError" if error is ValueError else error.__name__)
+    assert calls[:2] == ["before", "raises"]
+    reloadpg.reload()
+    assert sorted(calls) == sorted(["before", "raises", *["raises"] * (rank == 0), "after"])
+    reloadpg.reload()
+    assert len(calls) == (4 if rank == 0 else 3)
+
+
+@pytest.mark.ranks(2)
+def test_an_interrupt_at_a_last_barrier_that_all_have_passed_owes_the_callbacks(rank: int) -> None:
+    """The reload is complete on all ranks, and its callbacks are called by the next one."""
+    Job("gloo", subgroups=([0, 1],), timeout=FAR)
+    calls: list[str] = []
+    reloadpg.on_reload(lambda: calls.append("called"))
+    reloadpg.offload()
+
+    def hook(moment: str, operation: str, phase: str, _: int) -> None:
+        if (moment, operation, phase) == ("after", "reload", "done") and rank == INTERRUPTED:
+            raise KeyboardInterrupt
+
+    barrier_hooks.append(hook)
+    seen = attempt(reloadpg.reload)
+    barrier_hooks.clear()
+    assert seen.kind == ("KeyboardInterrupt" if rank == INTERRUPTED else "")
+    assert reloadpg.status().state == "live"
+    reloadpg.reload()
+    assert calls == ["called"]
+
+
+def _uninstalls(rank: int, size: int) -> str:
+    job = Job("gloo", subgroups=([0, 1],), timeout=FAR)
+    with reloadpg.offloaded():
+        reloadpg.reload()
+        reloadpg.uninstall()
+    assert worlds.sums_right(*job.groups.values())
+    return "left"
+
+
+def test_a_block_ends_after_uninstall_in_it() -> None:
+    """Its groups are live by then, so nothing is to be reloaded."""
+    assert run_ranks(_uninstalls, 2, timeout=240) == ["left", "left"]
+
+
+@pytest.mark.ranks(1)
+def test_the_text_of_a_failed_callback_has_one_full_stop(rank: int) -> None:
+    Job("gloo", subgroups=(), min_size=1)
+
+    def raises() -> Any:
+        raise ValueError("A sentence.")
+
+    remove = reloadpg.on_reload(raises)
+    reloadpg.offload()
+    with pytest.raises(reloadpg.ReloadpgError, match="A sentence") as caught:
+        reloadpg.reload()
+    assert ".." not in str(caught.value)
+    remove()
+    reloadpg.on_offload(raises)
+    with pytest.raises(reloadpg.ReloadpgError, match="A sentence") as caught:
+        reloadpg.offload()
+    assert ".." not in str(caught.value)
+    assert dist.is_initialized()
+    assert sys.gettrace() is None
