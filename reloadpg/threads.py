@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
 
 from .c10d import devices
@@ -215,18 +216,21 @@ class Interrupted(Exception):  # noqa: N818 - never leaves this package
 class Interrupt:
     """Whether the caller of an operation has told it to end, and for which error. Thread-safe.
 
+    Signals interrupt the caller. A signal within an Event or a Future of Python can leave its lock
+    locked indefinitely, so what the caller shares with the operation is a SimpleQueue, in C.
+
     Attributes:
         error: the error in the caller; None before that.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._wake = threading.Event()
+        self._wake: SimpleQueue[None] = SimpleQueue()
 
     def tell(self, error: BaseException) -> None:
         """Tell the operation to end. Local, non-blocking, idempotent."""
         self.error = self.error or error
-        self._wake.set()
+        self._wake.put(None)
 
     def check(self) -> None:
         """Raise Interrupted if the operation is to end."""
@@ -235,7 +239,9 @@ class Interrupt:
 
     def pause(self, seconds: float) -> None:
         """Sleep for this time, or until the operation is to end."""
-        self._wake.wait(seconds)
+        if self.error is None:
+            with suppress(Empty):
+                self._wake.get(timeout=seconds)
 
 
 class CancelToken:

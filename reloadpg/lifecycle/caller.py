@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
-from concurrent import futures
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
 
 from ..errors import ReloadpgError
-from ..threads import Deadline, Interrupt
-
-Request: TypeAlias = "tuple[Callable[[], object], futures.Future[None]]"
+from ..threads import Interrupt
 
 _SIGNAL_S = 1.0
 """A wait handles signals at least this often, in seconds, whichever thread they were given to."""
@@ -27,6 +25,25 @@ _TAKEN_S = 60.0
 """Seconds within which the caller begins a call. It may be in a signal handler."""
 
 
+class _Request:
+    """A function that the caller is to call.
+
+    It is claimed once: by the caller, or by the operation if that waits no more.
+    """
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+        self.ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._claimed = threading.Lock()
+
+    def claim(self) -> bool:
+        return self._claimed.acquire(blocking=False)
+
+    @property
+    def is_claimed(self) -> bool:
+        return self._claimed.locked()
+
+
 class Caller(Interrupt):
     """The thread that has called an operation: it makes the operation's calls while it waits.
 
@@ -34,12 +51,19 @@ class Caller(Interrupt):
 
     Args:
         waits: whether it waits; otherwise calls are made in the operation's thread.
+
+    Attributes:
+        begun: whether the operation has begun.
+        ended: whether it has ended, or has not begun and will not.
     """
 
     def __init__(self, *, waits: bool = True) -> None:
         super().__init__()
         self.waits = waits
-        self._requests: SimpleQueue[Request | None] = SimpleQueue()
+        self.begun = self.ended = False
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+
+    # -- in the thread of the caller --------------------------------------------------------
 
     def wait(self, start: Callable[[], object], until: Callable[[], object]) -> None:
         """Start an operation, and wait in ``until``. Blocking; in the thread of the caller.
@@ -60,10 +84,9 @@ class Caller(Interrupt):
 
         If it has not begun, it is started: only an operation that runs can tell the other ranks.
         """
-        self.error = self.error or error
         for _ in range(_STARTS):
             try:
-                self._wake.set()
+                self.tell(error)
                 start()
                 break
             except BaseException:
@@ -71,23 +94,35 @@ class Caller(Interrupt):
 
     def serve(self) -> None:
         """Make the calls of the operation until it has ended."""
-        while True:
+        while not self.ended:
             with suppress(Empty):
                 request = self._requests.get(timeout=_SIGNAL_S)
-                if request is None:
-                    return
-                function, ended = request
-                if ended.set_running_or_notify_cancel():
+                if request is not None and request.claim():
                     try:
-                        function()
+                        request.function()
                     except BaseException as error:  # raised in the operation, which ends
-                        ended.set_exception(error)
+                        request.ended.put(error)
                     else:
-                        ended.set_result(None)
-                del request, function, ended
+                        request.ended.put(None)
+                del request
+
+    def await_begin(self) -> None:
+        """Wait until the operation has begun, or will not."""
+        while not self.begun and not self.ended:
+            with suppress(Empty):
+                self._requests.get(timeout=_SIGNAL_S)
+
+    def await_end(self, seconds: float) -> None:
+        """Wait a limited time until the operation has ended, without making its calls."""
+        end = time.monotonic() + seconds
+        while not self.ended and (left := end - time.monotonic()) > 0:
+            with suppress(Empty):
+                self._requests.get(timeout=min(_SIGNAL_S, left))
+
+    # -- in the thread of the operation -----------------------------------------------------
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function in the caller's thread; from that of the operation. Blocking.
+        """Call a function in the caller's thread. Blocking.
 
         Raises:
             Interrupted: the caller waits no more.
@@ -96,18 +131,28 @@ class Caller(Interrupt):
         if not self.waits:
             function()
             return
-        ended: futures.Future[None] = futures.Future()
-        self._requests.put((function, ended))
-        taken = Deadline("call", _TAKEN_S)
-        while not futures.wait([ended], _LEFT_S).done:
+        request = _Request(function)
+        self._requests.put(request)
+        end = time.monotonic() + _TAKEN_S
+        while True:
             self.check()
-            if taken.left == 0 and ended.cancel():
+            with suppress(Empty):
+                error = request.ended.get(timeout=_LEFT_S)
+                break
+            if not request.is_claimed and time.monotonic() > end and request.claim():
                 raise ReloadpgError(
                     f"the thread that called the operation did not respond for {_TAKEN_S:g} s: it "
                     "is in a signal handler, or an interrupt has ended its wait"
                 )
-        ended.result()
+        if error is not None:
+            raise error
+
+    def begin(self) -> None:
+        """Tell the caller that the operation has begun. Local, non-blocking."""
+        self.begun = True
+        self._requests.put(None)
 
     def end(self) -> None:
-        """Let :meth:`serve` return: the operation has ended."""
+        """Tell the caller that the operation has ended. Local, non-blocking."""
+        self.ended = True
         self._requests.put(None)

@@ -152,6 +152,13 @@ class Job:
         for name in sets:
             self.sets[name].reload(generation)
 
+    def warn_of_one_rank(self, text: str) -> list[str]:
+        """The warning of bypassed groups of one rank, once. Local."""
+        if self.warned_of_one_rank or not text:
+            return []
+        self.warned_of_one_rank = True
+        return [text]
+
     def stop_suspending(self, obstacle: str) -> None:
         """Recreate groups from now on, and suspend none. Local."""
         self.suspend_obstacle = obstacle

@@ -136,7 +136,7 @@ class Operation:
             jobs.end(self)
             if self._under_way is not None:
                 self._under_way.end()
-        if error is not None and error is told:
+        if error is not None and told is error:
             raise error
 
     def _end_early(self, job: Job, error: BaseException) -> None:

@@ -57,12 +57,11 @@ class Pending(futures.Future[Report]):
         self.operation = operation
         self._pid = os.getpid()
         self._claimed = threading.Lock()
-        self._begun: futures.Future[None] = futures.Future()
 
     def _start(self, perform: Callable[[], object], caller: Caller) -> None:
         """Start the thread of the operation. Local; may be called again after an interrupt.
 
-        If the system starts no thread, an operation that is told to end does so in this one.
+        If the system starts no thread, an operation that is to end does so in this one.
         """
         if exiting():
             raise ReloadpgError(
@@ -82,12 +81,6 @@ class Pending(futures.Future[Report]):
     def _claim(self) -> bool:
         """Whether the calling thread is the first to perform the operation. Local."""
         return self._claimed.acquire(blocking=False)
-
-    def _await_begin(self) -> None:
-        """Wait until the operation has begun; raise why it has not."""
-        while not futures.wait([self._begun], _SIGNAL_S).done:
-            pass
-        self._begun.result()
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait until the operation has ended, and return its report. Blocking; may be repeated.
@@ -175,14 +168,13 @@ class _Call:
         if text := devices.difference():  # of this thread's current device
             self._op.record.warn(text)
         pending, caller = self._pending, self._caller
-        caller.wait(self._start, caller.serve if caller.waits else pending._await_begin)
-        return pending.result() if caller.waits else pending
+        caller.wait(self._start, caller.serve if caller.waits else caller.await_begin)
+        return pending if caller.begun and not caller.waits else pending.result()
 
     def leave(self, error: BaseException) -> None:
         """Tell the operation to end for an error, and wait a limited time until it has ended."""
         self._caller.leave(error, self._start)
-        with suppress(PendingError):
-            self._pending.exception(_INTERRUPT_S)
+        self._caller.await_end(_INTERRUPT_S)
 
     def _start(self) -> None:
         self._pending._start(self._perform, self._caller)
@@ -194,12 +186,10 @@ def _perform(op: Operation, body: Body, pending: Pending, caller: Caller) -> Non
         return
     pending.set_running_or_notify_cancel()
     try:
-        _run(op, body, pending._begun, caller)
+        _run(op, body, caller)
     except BaseException as error:  # raised in the caller's thread by result()
-        if not caller.waits and pending._begun.done():  # the program may have dropped the handle
+        if not caller.waits and caller.begun:  # the program may have dropped the handle
             logger.error("%s(wait=False) has failed: %r", op.name, error)
-        if not pending._begun.done():
-            pending._begun.set_exception(error)
         pending.set_exception(error)
         del pending  # the traceback holds this frame
     else:
@@ -208,11 +198,11 @@ def _perform(op: Operation, body: Body, pending: Pending, caller: Caller) -> Non
         caller.end()
 
 
-def _run(op: Operation, body: Body, begun: futures.Future[None], caller: Caller) -> None:
+def _run(op: Operation, body: Body, caller: Caller) -> None:
     operation = op.begin(caller)
     try:
         with operation:
-            begun.set_result(None)
+            caller.begin()
             if op.job is not None:
                 body(op, op.job)
     finally:

@@ -10,11 +10,11 @@ from ..c10d import memory
 from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.registry import registry
-from ..reports import GroupReport, RankFault, Report, Span
+from ..reports import GroupReport, RankFault, Report, Span, groups_of_one_rank
 from .job import Job
 from .kinds import Kind
 from .scope import Scope
-from .status import not_reloadable, nothing_released
+from .status import bypassed_groups, dropped_groups, not_reloadable, nothing_released
 
 
 class Record:
@@ -108,6 +108,9 @@ class Record:
             yield from not_reloadable()
             if registry.options is not None and not registry.managed():
                 yield from nothing_released(registry.options)
+            yield from job.warn_of_one_rank(groups_of_one_rank(bypassed_groups(True)))
+        elif self.groups and not self._kind.whole:
+            yield from dropped_groups(scope.planned.values())
         yield from (f"{entry}: its memory is not free" for entry in job.unfinished if entry.runs())
         held = borrowed([g for g in registry.managed() if g.set_name in scope.chosen])
         yield from (text for loan in held if (text := loan.consequence))
