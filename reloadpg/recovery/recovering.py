@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from ..c10d import backends, tables
-from ..c10d.stores import Clients
 from ..errors import PeerFailedError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
