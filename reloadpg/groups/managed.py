@@ -44,6 +44,16 @@ class History:
     suspended_bytes: int = 0
     reason: str = ""
 
+    def record(self, strategy: str, stats: Mapping[str, int] | None, reason: str = "") -> None:
+        """Record a release, and what the communicator reports that it holds. Local."""
+        self.strategy, self.reason = strategy, reason
+        self.held_bytes = None if stats is None else stats.get("total", 0)
+        self.suspended_bytes = stats.get("suspend", 0) if stats else 0
+
+    def rebuild(self) -> None:
+        """Record that the group was rebuilt, however it was released. Local."""
+        self.strategy = "recreate"
+
 
 class ManagedGroup:
     """The record of one reloadable group. Local; the lifecycle makes its steps collective.

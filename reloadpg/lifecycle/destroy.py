@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -19,7 +18,6 @@ from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..threads import CancelToken, Task
 from .job import Job, Unfinished
-from .suspend import released_backends
 
 
 @dataclass
@@ -58,13 +56,8 @@ class Releases:
             backends.await_hooks(inner)
         # An abort of this engine waits for the lock that its destroy holds, and then uses the
         # communicator that was destroyed. The destroy ends when the peers abort theirs.
-        if locks:
-            entry.parts = []
-        try:
+        with entry.without_aborts() if locks else nullcontext():
             _end(parts, locks)
-        except BaseException:
-            entry.parts = parts
-            raise
         if entry.task is None:  # otherwise it is being aborted
             self.job.unfinished.remove(entry)
         if not group.construction.is_mixed:
@@ -119,7 +112,7 @@ def abort(
     aborted = [entry for entry in job.unfinished if entry.task is None and entry.parts]
     with suppress(ReloadpgError):  # no thread can be started: the next operation tries again
         for entry in aborted:
-            entry.task = Task(partial(_abort, entry.parts), "abort")
+            entry.abort(_abort)
     return [entry for entry in aborted if entry.task is not None]
 
 
@@ -193,6 +186,12 @@ def discard(inner: ProcessGroup) -> None:
     with suppress(RuntimeError):
         inner.abort()
     let_go(monitored, aborted=True)
+
+
+def released_backends(inner: ProcessGroup, construction: Construction) -> list[Any]:
+    """List the backend objects of a group that are released, each once."""
+    live = backends.live_backends(inner, construction.selected)
+    return list({id(backend): backend for backend in live.values()}.values())
 
 
 def parts_of(inner: ProcessGroup, construction: Construction) -> list[Any]:

@@ -10,9 +10,10 @@ import os
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
@@ -87,6 +88,20 @@ class Unfinished:
     parts: list[Any] = field(default_factory=list)
     task: Task[Any] | None = None
     creates: bool = False
+
+    @contextmanager
+    def without_aborts(self) -> Iterator[None]:
+        """A block in which no abort can end its destruction; if it fails, an abort is to."""
+        parts, self.parts = self.parts, []
+        try:
+            yield
+        except BaseException:
+            self.parts = parts
+            raise
+
+    def abort(self, act: Callable[[list[Any]], object]) -> None:
+        """Abort its objects in a thread. Local, non-blocking."""
+        self.task = Task(partial(act, self.parts), "abort")
 
     def runs(self, seconds: float = 0) -> bool:
         """Whether the thread still runs after a wait of at most this many seconds."""

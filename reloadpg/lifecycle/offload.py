@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Literal, overload
 
-from ..c10d import backends as c10d_backends
-from ..c10d import devices, memory, nccl
-from ..groups.borrowed import forget
-from ..groups.managed import ManagedGroup
 from ..groups.sets import named_sets
 from ..reports import Report
 from ..settings import as_flag
-from .callbacks import Callback, callbacks, for_groups, for_sets
-from .destroy import Releases
+from . import recreate, suspend
 from .job import Job
 from .kinds import OFFLOAD
 from .operation import Operation
 from .pending import Pending, run
-from .suspend import (
-    choose,
-    obstacle_of,
-    refuse_borrowed,
-    released_backends,
-    suspend,
-    suspending,
-    verify,
-)
 
 
 @overload
@@ -81,86 +66,10 @@ def offload(*sets: str, wait: bool = True) -> Report | Pending:
     return run(op, release, wait=wait)
 
 
-_UNCHANGED = (
-    ". No group was changed on any rank. Remove the cause, then call offload() again on all ranks; "
-    "or call reload() on all ranks, which calls the callbacks of on_reload()."
-)
-"""The state and the remedy after a callback has failed."""
-
-
 def release(op: Operation, job: Job) -> None:
     """The steps of an offload; see :func:`offload`."""
     op.enter()
     op.await_unfinished()
-    live = [group for group in reversed(op.groups) if group.is_live]
-    # All that can fail comes before the first barrier: the callbacks, what other code holds of the
-    # groups, the device's work. When the last rank has arrived, every rank may change its groups.
-    may_suspend = op.options.strategy == "suspend"
-    obstacle = obstacle_of(live, job) if may_suspend else ""
-    due = for_sets(callbacks.offload, op.scope.sets)
-    live = _prepare(op, live, due, ends=not may_suspend)
-    _quiesce(op)
-    said = f"rank {job.rendezvous.rank}: {obstacle}" if obstacle else ""
-    obstacle = op.agree(said, itemgetter(0))  # of the lowest rank that has one
-    suspends = may_suspend and not obstacle
-    if may_suspend:
-        if not suspends:  # only now is it known that generations end
-            live = _prepare(op, live, [], ends=True)
-            _quiesce(op)
-        op.barrier("quiesced")
-    op.record.warn(*choose(live, suspends=suspends, obstacle=obstacle))
-    # From here on, groups change: the operation completes, or sets them all to failed.
-    recreated = [] if suspends else live
-    suspended = [group for group in live if group.history.strategy == "suspend"]
-    if may_suspend:
-        held = memory.in_use()
-        with suspending(job, op.record, "offload failed in its phase 'suspended'"):
-            op.over(live if suspends else [], suspend)
-            op.barrier("suspended")
-        op.record.warn(*verify(suspended, job, held, memory.in_use()))
-    releases = Releases(job)
-    c10d_backends.await_monitors(*(group.communicator for group in recreated))
-    op.over(recreated, releases.destroy)
-    op.barrier("released")
-    op.record.warn(*releases.held())
-    op.record.note("" if live else "no live reloadable group")
-
-
-def _prepare(
-    op: Operation, live: list[ManagedGroup], due: list[Callback], *, ends: bool
-) -> list[ManagedGroup]:
-    """Call callbacks, those of the groups too if they ``end``; return the groups still live.
-
-    Raises:
-        BorrowedError: other code holds what would end.
-    """
-    if ends:
-        refuse_borrowed(live, op.options.borrowed)
-        due = [*due, *for_groups(callbacks.offload, live)]
-    if due:
-        op.scope.owe(op.groups)  # until the offload is complete
-    op.call(due, _UNCHANGED)
-    for group in live if ends else ():
-        for package in callbacks.packages_of(group.proxy):  # it has dropped what it has taken
-            forget(group, package)
-    return [group for group in live if group.is_live]  # a callback may destroy groups
-
-
-def _quiesce(op: Operation) -> None:
-    """Wait for work that uses the groups on this rank; with a timeout.
-
-    No collective is in flight, so this is where the devices of communicators can be read.
-    """
-
-    def synchronize() -> None:
-        live = [group for group in op.groups if group.is_live]
-        devices.record({group.proxy: _devices_of(group) for group in live})
-        devices.synchronize()
-
-    op.do("device", synchronize, "synchronizing the accelerator")
-    c10d_backends.raise_for_aborted()  # the release of the communicators would hide it
-
-
-def _devices_of(group: ManagedGroup) -> tuple[int, ...]:
-    backends = released_backends(group.communicator, group.construction)
-    return tuple({index for backend in backends for index in nccl.devices_of(backend)})
+    strategy = suspend if op.scope.strategy == "suspend" else recreate
+    strategy.release(op, job)
+    op.record.note("" if op.record.groups else "no live reloadable group")

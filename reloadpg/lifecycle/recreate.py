@@ -1,4 +1,6 @@
-"""Rebuild of communicators, by a replay of the calls that created them."""
+"""The strategy "recreate": communicators are destroyed, and rebuilt by a replay of the calls that
+created them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,14 @@ from contextlib import nullcontext
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ..c10d import devices, stores, tables
+from ..c10d import backends, devices, nccl, stores, tables
+from ..errors import BorrowedError
+from ..groups.borrowed import borrowed, forget, is_of
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.proxy import ReloadableProcessGroup
 from ..threads import CancelToken, Deadline
+from .callbacks import Callback, callbacks, for_groups, for_sets
 from .connect import (
     Connect,
     check_group,
@@ -19,12 +24,119 @@ from .connect import (
     connects_alone,
     needs_collective,
 )
-from .destroy import abort_communicator, discard
+from .destroy import Releases, abort_communicator, discard, released_backends
 from .job import Job
 from .operation import Operation
 
 
-def rebuild(op: Operation, job: Job, connect: Connect) -> None:
+def release(op: Operation, job: Job) -> None:
+    """The steps of an offload after its entry; see :func:`.offload.offload`.
+
+    All that can fail comes before the first barrier: the callbacks, what other code holds of the
+    groups, the device's work. When the last rank has arrived, every rank may change its groups.
+    """
+    live = let_go_of(op, live_groups(op), for_sets(callbacks.offload, op.scope.sets))
+    quiesce(op)
+    op.agree()
+    destroy(op, job, live)
+
+
+def live_groups(op: Operation) -> list[ManagedGroup]:
+    """The live groups of an offload, in the order in which they are released. Local."""
+    return [group for group in reversed(op.groups) if group.is_live]
+
+
+def let_go_of(op: Operation, live: list[ManagedGroup], due: list[Callback]) -> list[ManagedGroup]:
+    """Call callbacks before communicators end, those of the groups last. Local.
+
+    Returns:
+        The groups that are still live: a callback may destroy groups.
+
+    Raises:
+        BorrowedError: other code holds what would end.
+    """
+    _refuse_borrowed(live, op.options.borrowed)
+    call_callbacks(op, [*due, *for_groups(callbacks.offload, live)])
+    for group in live:
+        for package in callbacks.packages_of(group.proxy):  # it has dropped what it has taken
+            forget(group, package)
+    return [group for group in live if group.is_live]
+
+
+_UNCHANGED = (
+    ". No group was changed on any rank. Remove the cause, then call offload() again on all ranks; "
+    "or call reload() on all ranks, which calls the callbacks of on_reload()."
+)
+"""The state and the remedy after a callback has failed."""
+
+
+def call_callbacks(op: Operation, due: list[Callback]) -> None:
+    """Call callbacks of an offload. Until it is complete, those of a reload are owed."""
+    if due:
+        op.scope.owe(op.groups)
+    op.call(due, _UNCHANGED)
+
+
+def quiesce(op: Operation) -> None:
+    """Wait for work that uses the groups on this rank; with a timeout.
+
+    No collective is in flight, so this is where the devices of communicators can be read.
+    """
+
+    def synchronize() -> None:
+        live = [group for group in op.groups if group.is_live]
+        devices.record({group.proxy: _devices_of(group) for group in live})
+        devices.synchronize()
+
+    op.do("device", synchronize, "synchronizing the accelerator")
+    backends.raise_for_aborted()  # the release of the communicators would hide it
+
+
+def _devices_of(group: ManagedGroup) -> tuple[int, ...]:
+    released = released_backends(group.communicator, group.construction)
+    return tuple({index for backend in released for index in nccl.devices_of(backend)})
+
+
+def destroy(op: Operation, job: Job, live: list[ManagedGroup], reason: str = "") -> None:
+    """Destroy the communicators of live groups, up to the last barrier. Collective.
+
+    From here on, groups change: the operation completes, or sets them all to failed.
+    """
+    for group in live:
+        group.history.record("recreate", group.memory_stats(), reason)
+    releases = Releases(job)
+    backends.await_monitors(*(group.communicator for group in live))
+    op.over(live, releases.destroy)
+    op.barrier("released")
+    op.record.warn(*releases.held())
+
+
+def _refuse_borrowed(groups: Sequence[ManagedGroup], policy: str) -> None:
+    """Refuse to release communicators whose pointers other code holds. Local.
+
+    What a package has taken counts no longer once a callback of the group drops it.
+
+    Raises:
+        BorrowedError: with ``install(borrowed="refuse")``; it names the holders.
+    """
+    if policy != "refuse":
+        return
+    held = []
+    for group in groups:
+        dropped = callbacks.packages_of(group.proxy)
+        for loan in borrowed([group]):
+            if loan.raw and not loan.ended and not any(is_of(loan, name) for name in dropped):
+                held.append(str(loan))
+    if held:
+        raise BorrowedError(
+            f"offload: {'; '.join(held)}. The offload would release the communicator, and a later "
+            "use of it is a use after free. Nothing was changed on any rank. Let the holder drop "
+            "it and take it again, with reloadpg.on_offload(..., group=..., package=...) and "
+            "on_reload(); or accept the danger with install(borrowed='warn')."
+        )
+
+
+def restore(op: Operation, job: Job, connect: Connect) -> None:
     """Rebuild the groups without a communicator, and call the callbacks. Collective, with timeouts.
 
     A callback may have destroyed groups, which are not rebuilt.
@@ -125,7 +237,7 @@ class Rebuilds:
         with wanted as is_wanted:
             if is_wanted:
                 group.attach(inner, self._op.scope.generation)
-                group.history.strategy = "recreate"
+                group.history.rebuild()
         if not is_wanted:
             # The destruction makes other members fail, so they are notified of the reason first.
             self._op.round.notified.wait()

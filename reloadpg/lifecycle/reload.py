@@ -10,6 +10,7 @@ from ..groups.offloaded import GroupState
 from ..groups.sets import named_sets
 from ..reports import Report
 from ..settings import as_flag
+from . import recreate, suspend
 from .callbacks import callbacks, for_sets
 from .connect import Connect, validate
 from .destroy import abort
@@ -17,8 +18,6 @@ from .job import Job
 from .kinds import RELOAD
 from .operation import Operation
 from .pending import Pending, run
-from .recreate import rebuild
-from .suspend import check_room, resume, suspending
 
 
 @overload
@@ -94,7 +93,6 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     op.await_unfinished()
     if op.scope.changes:
         op.call(for_sets(callbacks.before_reload, op.scope.sets), _OFFLOADED)
-    suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
     if differs := _agree(op, how):
         reason = f"The ranks disagreed on the state: {differs}."
         op.record.warn(f"all groups were rebuilt. {reason}")
@@ -102,18 +100,12 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
         abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
         op.reserve()
         op.await_unfinished()
-    elif not op.scope.changes:
+    if not op.scope.changes:
         op.record.note("nothing is offloaded")
         op.call_reloaded()
         return
-    elif op.options.strategy == "suspend":
-        rank = job.rendezvous.rank
-        op.do("device", lambda: check_room(suspended, rank), "checking free memory")
-        op.barrier("room")
-        with suspending(job, op.record, "reload failed in its phase 'resumed'"):
-            op.over(suspended, resume)
-            op.barrier("resumed")
-    rebuild(op, job, how)
+    strategy = suspend if op.scope.strategy == "suspend" else recreate
+    strategy.restore(op, job, how)
 
 
 def _agree(op: Operation, how: Connect) -> str:

@@ -70,11 +70,16 @@ class Scope:
         return [g for g in self.planned if self.kind.releases or g.set_name in self.sets]
 
     @property
+    def strategy(self) -> str:
+        """How its groups are released or restored."""
+        return "recreate" if self.whole else self.options.strategy
+
+    @property
     def barriers(self) -> tuple[str, ...]:
         """Its barriers, in order."""
         if not self.changes and not self.kind.releases:
             return self.kind.barriers["recreate"][:1]  # it ends when all ranks agree on that
-        return self.kind.barriers["recreate" if self.whole else self.options.strategy]
+        return self.kind.barriers[self.strategy]
 
     @property
     def shown_sets(self) -> str:

@@ -14,22 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from operator import itemgetter
 
 from torch.distributed import ProcessGroup
 
-from ..c10d import backends as c10d_backends
 from ..c10d import devices, memory, nccl
 from ..c10d.backends import CppBackend
-from ..errors import BorrowedError, InsufficientMemoryError
-from ..groups.borrowed import borrowed, is_of
-from ..groups.creation import Construction
+from ..errors import InsufficientMemoryError
 from ..groups.managed import ManagedGroup
 from ..texts import counted, mebibytes
 from ..threads import CancelToken
-from .callbacks import callbacks
+from . import recreate
+from .callbacks import callbacks, for_sets
+from .connect import Connect
+from .destroy import released_backends
 from .job import Job
-from .report import Record
+from .operation import Operation
 
 _LEAST_SHARE = 0.25
 """Share of the reported bytes that a suspend must give back; other processes may allocate too."""
@@ -37,31 +37,84 @@ _LEAST_SHARE = 0.25
 _UNUSED = "its communicator was never used: nothing to suspend"
 
 
-def released_backends(inner: ProcessGroup, construction: Construction) -> list[Any]:
-    """List the backend objects of a group that are released, each once."""
-    backends = c10d_backends.live_backends(inner, construction.selected)
-    return list({id(backend): backend for backend in backends.values()}.values())
+def release(op: Operation, job: Job) -> None:
+    """The steps of an offload after its entry; see :func:`.offload.offload`."""
+    live = recreate.live_groups(op)
+    obstacle = _obstacle_of(live, job)
+    recreate.call_callbacks(op, for_sets(callbacks.offload, op.scope.sets))
+    recreate.quiesce(op)
+    said = f"rank {job.rendezvous.rank}: {obstacle}" if obstacle else ""
+    obstacle = op.agree(said, itemgetter(0))  # of the lowest rank that has one
+    live = [group for group in live if group.is_live]  # a callback may destroy groups
+    if obstacle:
+        _release_instead(op, job, live, obstacle)
+        return
+    op.barrier("quiesced")
+    for group in live:
+        _record(group)
+    # From here on, groups change: the operation completes, or sets them all to failed.
+    held = memory.in_use()
+    with _suspending(op, job, "suspended"):
+        op.over(live, _suspend)
+        op.barrier("suspended")
+    suspended = [group for group in live if group.history.strategy == "suspend"]
+    op.record.warn(*_verify(suspended, job, held, memory.in_use()))
+    op.barrier("released")
+
+
+def _release_instead(op: Operation, job: Job, live: list[ManagedGroup], obstacle: str) -> None:
+    """Recreate groups of which one cannot be suspended on some rank, at the same barriers."""
+    live = recreate.let_go_of(op, live, [])  # only now is it known that generations end
+    recreate.quiesce(op)
+    op.barrier("quiesced")
+    op.barrier("suspended")
+    if live:
+        verb = "is" if len(live) == 1 else "are"
+        groups = counted(len(live), "group")
+        op.record.warn(f"{groups} {verb} recreated, not suspended: {obstacle}")
+    recreate.destroy(op, job, live, obstacle)
+
+
+def restore(op: Operation, job: Job, how: Connect) -> None:
+    """The steps of a reload after the ranks have agreed on it; see :func:`.reload.reload`.
+
+    Groups that an offload has recreated, and those that failed, are rebuilt after the others.
+    """
+    suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
+    rank = job.rendezvous.rank
+    op.do("device", lambda: _check_room(suspended, rank), "checking free memory")
+    op.barrier("room")
+    with _suspending(op, job, "resumed"):
+        op.over(suspended, _resume)
+        op.barrier("resumed")
+    recreate.restore(op, job, how)
 
 
 @contextmanager
-def suspending(job: Job, record: Record, doing: str) -> Iterator[None]:
-    """A block in which groups are suspended or resumed; if it fails, the job suspends no more.
-
-    Args:
-        job: the job.
-        record: of the operation, for a warning.
-        doing: the operation and its phase, for messages.
-    """
+def _suspending(op: Operation, job: Job, phase: str) -> Iterator[None]:
+    """A block in which groups are suspended or resumed; if it fails, the job suspends no more."""
     try:
         yield
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        job.stop_suspending(f"an earlier {doing}: {reason}")
-        record.warn("from now on, the job recreates its groups and suspends none")
+        job.stop_suspending(f"an earlier {op.name} failed in its phase {phase!r}: {reason}")
+        op.record.warn("from now on, the job recreates its groups and suspends none")
         raise
 
 
-def suspend(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
+def _record(group: ManagedGroup) -> None:
+    """Record how a live group is released. One that was never used is left as it is. Local."""
+    stats = group.memory_stats()
+    if stats == {}:
+        group.history.record("skip", stats, _UNUSED)
+    else:
+        group.history.record("suspend", stats)
+
+
+# -- one group ------------------------------------------------------------------------------------
+
+
+def _suspend(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
     """Suspend a live group. Blocking, collective over its members."""
     with wanted as is_wanted:
         if not is_wanted:
@@ -70,7 +123,7 @@ def suspend(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
     _each_backend(group, inner, wanted, nccl.suspend_backend)
 
 
-def resume(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
+def _resume(group: ManagedGroup, wanted: CancelToken, _: int) -> None:
     """Resume a suspended group. Blocking, collective over its members."""
     with wanted as is_wanted:
         if not is_wanted:
@@ -104,7 +157,10 @@ def _each_backend(
                 act(backend)
 
 
-def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
+# -- what each rank looks at -----------------------------------------------------------------------
+
+
+def _check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
     """Refuse a resume without the memory for it, which would leave its peers hanging."""
     devices.empty_cache()
     suspended = [group for group in groups if group.history.strategy == "suspend"]
@@ -121,7 +177,7 @@ def check_room(groups: Sequence[ManagedGroup], rank: int) -> None:
     )
 
 
-def obstacle_of(groups: Sequence[ManagedGroup], job: Job) -> str:
+def _obstacle_of(groups: Sequence[ManagedGroup], job: Job) -> str:
     """Why this rank cannot suspend these live groups; empty if it can. Local."""
     if groups and job.suspend_obstacle:
         return job.suspend_obstacle
@@ -134,58 +190,7 @@ def obstacle_of(groups: Sequence[ManagedGroup], job: Job) -> str:
     return ""
 
 
-def choose(groups: Sequence[ManagedGroup], *, suspends: bool, obstacle: str = "") -> list[str]:
-    """Record the strategy of each live group, and what its communicator holds. Local.
-
-    A communicator that was never used is left as it is: there is nothing to suspend.
-
-    Args:
-        groups: the groups.
-        suspends: whether all ranks suspend.
-        obstacle: why they do not, if they were to.
-
-    Returns:
-        A warning if groups are recreated and not suspended.
-    """
-    for group in groups:
-        history, stats = group.history, group.memory_stats()
-        history.held_bytes = None if stats is None else stats.get("total", 0)
-        history.suspended_bytes = stats.get("suspend", 0) if stats else 0
-        history.strategy, history.reason = "recreate", obstacle
-        if suspends:
-            history.strategy, history.reason = ("skip", _UNUSED) if stats == {} else ("suspend", "")
-    if not obstacle or not groups:
-        return []
-    verb = "is" if len(groups) == 1 else "are"
-    return [f"{counted(len(groups), 'group')} {verb} recreated, not suspended: {obstacle}"]
-
-
-def refuse_borrowed(groups: Sequence[ManagedGroup], policy: str) -> None:
-    """Refuse to release communicators whose pointers other code holds. Local.
-
-    What a package has taken counts no longer once a callback of the group drops it.
-
-    Raises:
-        BorrowedError: with ``install(borrowed="refuse")``; it names the holders.
-    """
-    if policy != "refuse":
-        return
-    held = []
-    for group in groups:
-        dropped = callbacks.packages_of(group.proxy)
-        for loan in borrowed([group]):
-            if loan.raw and not loan.ended and not any(is_of(loan, name) for name in dropped):
-                held.append(str(loan))
-    if held:
-        raise BorrowedError(
-            f"offload: {'; '.join(held)}. The offload would release the communicator, and a later "
-            "use of it is a use after free. Nothing was changed on any rank. Let the holder drop "
-            "it and take it again, with reloadpg.on_offload(..., group=..., package=...) and "
-            "on_reload(); or accept the danger with install(borrowed='warn')."
-        )
-
-
-def verify(
+def _verify(
     groups: Sequence[ManagedGroup], job: Job, before: Mapping[str, int], after: Mapping[str, int]
 ) -> list[str]:
     """Warn if suspended groups gave back less than their communicators reported. Local.

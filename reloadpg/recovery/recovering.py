@@ -33,7 +33,7 @@ from ..lifecycle.job import Job, jobs
 from ..lifecycle.kinds import RECOVER
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
-from ..lifecycle.recreate import rebuild
+from ..lifecycle.recreate import restore
 from ..reports import RankFault, Report
 from ..settings import as_timedelta
 from ..threads import Deadline
@@ -163,7 +163,7 @@ def _recover(
     )
     if was_offloaded:
         op.call(for_sets(callbacks.before_reload, op.scope.sets))
-    rebuild(op, job, "canary")
+    restore(op, job, "canary")
 
 
 # -- the report of this rank --------------------------------------------------------------------

@@ -13,7 +13,7 @@ from helpers import faulty_gloo, worlds
 from helpers.fault_job import BOUND, FAR, Job, eventually, fail, signalling
 
 import reloadpg
-from reloadpg.lifecycle import operation as lifecycle_operation
+from reloadpg.lifecycle import workers
 from reloadpg.lifecycle.destroy import Releases
 from reloadpg.lifecycle.job import jobs
 from reloadpg.testing import simulated
@@ -97,9 +97,7 @@ def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
 @pytest.mark.ranks(2)
 def test_a_second_interrupt_leaks_no_communicator() -> None:
     """A communicator that the group has already dropped is aborted as well."""
-    lifecycle_operation._ABORT_S = (
-        60.0  # the interrupt comes while the failed operation waits for the aborts
-    )
+    workers._ABORT_S = 60.0  # the interrupt comes while the failed operation waits for the aborts
     job = Job("sim", subgroups=[(0, 1)] * 8, parallelism=1)
     # A communicator that is referenced elsewhere is released only by an abort.
     others = [group._managed.communicator for group in job.groups.values()]
