@@ -1,12 +1,18 @@
-"""megatron-core's parallel state with reloadable groups: creation and destruction.
+"""megatron-core's parallel state with reloadable groups, and its expert-parallel buffers.
 
 ``parallel_state.destroy_model_parallel()`` drops most of its groups without destroying them: they
-keep their communicators, stay in c10d's tables, and take part in every later offload and reload.
-The functions here destroy them.
+keep their communicators, stay in c10d's tables, and take part in every later offload and reload
+(Megatron-LM#6897). The functions here destroy them.
+
+``transformer.moe.fused_a2a`` keeps communication buffers in variables of the module, and creates
+them again if the group is another object (``_buffer.group != group``; ``_elastic_buffer`` of
+Megatron-LM#5153). A reloadable group stays the same object: see :func:`follow_expert_parallel`.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -14,18 +20,31 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .. import on_offload, on_reload
 from ..c10d import tables
 from ..environment import barrier
 from ..errors import ReloadpgError
+from ..extend import managed
 from . import framework
 
-__all__ = ["ModelParallel", "destroy_model_parallel", "initialize_model_parallel"]
+__all__ = [
+    "ModelParallel",
+    "destroy_model_parallel",
+    "follow_expert_parallel",
+    "initialize_model_parallel",
+]
 
 _TIMEOUT = timedelta(minutes=5)
 
+_MODULES = (".fused_a2a", ".token_dispatcher")
+_FINALIZERS = ("nccl_ep_release_context", "_release_nccl_ep_symm_buffers", "nccl_ep_finalize")
+"""Functions that end NCCL's expert parallelism in megatron-core 0.20 (d98e8a6, and later)."""
+_BUFFERS = ("_buffer", "_elastic_buffer", "_hybrid_ep_buffer")
+"""Variables of ``fused_a2a`` that keep DeepEP's and HybridEP's buffers."""
+
 
 def initialize_model_parallel(**options: Any) -> ModelParallel:
-    """Create megatron-core's groups; as a context manager, destroy them all at the end.
+    """Create the groups of the parallel state; as a context manager, destroy them at the end.
 
     Collective over all ranks; calls megatron-core's function of the same name. If that raises, the
     groups created so far are destroyed on this rank, and the error propagates.
@@ -78,10 +97,13 @@ class ModelParallel:
 def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
     """Destroy the parallel state with all of its groups, however it was initialized.
 
+    Its groups are those that ``parallel_state.create_group`` has created. Other modules call
+    ``torch.distributed.new_group`` and keep their groups: Megatron-FSDP's adapter, the collections
+    of ``process_groups_config``, ``inference.shards`` and the bridge communicator (0.20).
+
     Collective over all ranks: they wait for each other first, since the creation of a gloo group
-    fails if another rank already destroys it. Blocking, with a timeout; idempotent; works while the
-    groups are offloaded. Groups that ``parallel_state.create_group`` did not create, such as WORLD,
-    are unchanged.
+    fails if another rank already destroys it. Buffers of expert parallelism are released before the
+    groups. Blocking, with a timeout; idempotent; works while the groups are offloaded.
 
     Args:
         timeout: how long to wait for the other ranks, in seconds or as a timedelta.
@@ -97,19 +119,88 @@ def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
     if not state.is_initialized() and not state._global_process_group_list:
         return 0
     barrier("destroy_model_parallel", timeout=timeout)
-    return _destroy(state)
+    return _destroy(state, together=True)
 
 
-def _destroy(state: Any) -> int:
-    """Destroy the parallel state without waiting for other ranks. Local."""
+def _destroy(state: Any, *, together: bool = False) -> int:
+    """Destroy the parallel state; wait for other ranks, in buffers of DeepEP, only if together."""
     made = [g for g in state._global_process_group_list or () if isinstance(g, ProcessGroup)]
     mine = [group for group in made if tables.is_known(group) and group is not tables.world()]
+    _release_buffers(made, usable=together)
     state.destroy_model_parallel()  # destroys some of its gloo groups itself
     with ExitStack() as stack:  # in reverse order, and all of them if one raises
         stack.callback(_forget, state, made)
         for group in mine:
             stack.callback(_destroy_known, group)
     return len(mine)
+
+
+def follow_expert_parallel(group: ProcessGroup | None = None) -> Callable[[], None]:
+    """Release what Megatron keeps of an expert-parallel group each time its communicator ends.
+
+    Local; call it on every member, once the group exists. From then on an offload releases, while
+    the group is live: the buffers of DeepEP and HybridEP in ``fused_a2a`` (also in copies of that
+    module), the communicator that DeepEP V2 keeps by the group, and NCCL's expert parallelism of
+    TransformerEngine. Megatron creates each again when it next needs it, so connect the group in
+    the reload: ``reload(connect="eager")``. What a version lacks is left out; nothing is imported.
+
+    After :func:`reloadpg.recovery.recover` the buffers are dropped. NCCL's expert parallelism
+    cannot be ended then: the recovery raises on its ranks, and the process must be restarted.
+
+    Args:
+        group: the group over which tokens are sent; None for the one of the parallel state,
+            ``get_expert_tensor_and_model_parallel_group()``.
+
+    Returns:
+        A function that removes this; idempotent.
+    """
+    if group is None:
+        group = _parallel_state().get_expert_tensor_and_model_parallel_group()
+
+    def release(group: ProcessGroup, backend: Any) -> None:
+        _release_buffers([group])
+
+    def finalize(group: ProcessGroup, backend: Any) -> None:
+        for _, _, function in _kept(_FINALIZERS):
+            function()
+
+    def drop(group: ProcessGroup, backend: Any) -> None:
+        _release_buffers([group], usable=False)
+        te_ep = sys.modules.get("transformer_engine.pytorch.ep")
+        ask = getattr(te_ep, "is_ep_bootstrapped", lambda: getattr(te_ep, "_BOOTSTRAPPED", False))
+        if ask():
+            raise ReloadpgError(
+                f"NCCL's expert parallelism still uses the communicator that group {group!r} had "
+                "before the recovery. The groups are live on all ranks. Restart this process."
+            )
+
+    removals = ExitStack()
+    removals.callback(on_offload(finalize, group=group, package="transformer_engine"))
+    removals.callback(on_offload(release, group=group, package="deep_ep"))
+    removals.callback(on_reload(drop, group=group, package="deep_ep"))
+    return removals.close
+
+
+def _kept(names: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
+    """What Megatron's modules of expert parallelism, or copies of them, have under these names."""
+    for name in names:
+        for path, module in list(sys.modules.items()):
+            if path.endswith(_MODULES) and (value := getattr(module, name, None)) is not None:
+                yield module, name, value
+
+
+def _release_buffers(groups: Sequence[ProcessGroup], usable: bool = True) -> None:
+    """Release the buffers of these groups; destroy them if the other members do so too."""
+    for module, name, buffer in _kept(_BUFFERS):
+        of = getattr(buffer, "group", None)
+        if any(of is group for group in groups):
+            record = managed(of)
+            live = usable and (record is None or record.is_live)
+            if live and getattr(buffer, "explicitly_destroy", False):
+                buffer.destroy()  # collective over the group
+            setattr(module, name, None)
+    for group in groups:
+        getattr(sys.modules.get("deep_ep.utils.comm"), "_storage", {}).pop(group, None)
 
 
 def _destroy_known(group: ProcessGroup) -> None:

@@ -178,19 +178,13 @@ def reload_process_groups(
     failure. Before ``monkey_patch_torch_dist`` it does nothing and returns None.
 
     Args:
-        timeout_minutes: Relax's timeout of the rebuilt groups; ignored: each keeps its own.
-        max_retries: Relax's number of attempts; ignored.
-        retry_delay: Relax's pause between attempts; ignored.
+        timeout_minutes, max_retries, retry_delay: Relax's; ignored.
         connect: as for :func:`reloadpg.reload`. ``eager`` connects each communicator on all its
             ranks. With ``none`` a first exchange between some ranks of a group (Megatron's
             pipelines) waits for the others, which hangs if these first need one of the two.
     """
-    _ignored(
-        "reload_process_groups",
-        timeout_minutes=timeout_minutes,
-        max_retries=max_retries,
-        retry_delay=retry_delay,
-    )
+    given = {"timeout_minutes": timeout_minutes, "max_retries": max_retries}
+    _ignored("reload_process_groups", **given, retry_delay=retry_delay)
     return reload(connect=connect) if is_installed() else None
 
 

@@ -7,13 +7,15 @@ own getters, layers and schedules do through cycles is in ``tests/consumers/test
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -142,6 +144,80 @@ def a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world(
     check_names(before)
 
 
+class DeepepBuffer:
+    """DeepEP's ``Buffer`` or ``HybridEPBuffer``: it uses the communicator of its creation.
+
+    Its end is a barrier of the group, as DeepEP's is.
+    """
+
+    alive: ClassVar[list[DeepepBuffer]] = []
+
+    explicitly_destroy = True
+
+    def __init__(self, group: Any, *sizes: int, **_: Any) -> None:
+        self.group, self.generation = group, group.generation
+        self.num_nvl_bytes, self.num_rdma_bytes = sizes or (0, 0)
+        self.alive.append(self)
+        group.barrier().wait()
+
+    @staticmethod
+    def get_dispatch_config(size: int) -> Any:
+        return SimpleNamespace(
+            get_nvl_buffer_size_hint=lambda hidden, size: hidden * size,
+            get_rdma_buffer_size_hint=lambda hidden, size: 0,
+        )
+
+    get_combine_config = get_dispatch_config
+
+    def destroy(self) -> None:
+        assert self.generation == self.group.generation
+        self.group.barrier().wait()
+        self.alive.remove(self)
+
+
+def expert_parallel_buffers_follow_their_group(rank: int, before: dict[str, Any]) -> None:
+    """megatron-core's own functions create each again, although its group is the same object.
+
+    Without ``follow_expert_parallel`` they return the buffer of an ended communicator. The buffers
+    are destroyed while the group is live, and before ``destroy_model_parallel`` ends it.
+    """
+    deep_ep: Any = ModuleType("deep_ep")
+    deep_ep.Buffer = deep_ep.HybridEPBuffer = DeepepBuffer
+    deep_ep.utils = sys.modules["deep_ep.utils"] = ModuleType("deep_ep.utils")
+    deep_ep.utils.EventHandle = deep_ep.utils.EventOverlap = object
+    sys.modules["deep_ep"] = deep_ep
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import fused_a2a
+
+    importlib.reload(fused_a2a)
+    assert fused_a2a.HAVE_DEEP_EP
+    megatron.initialize_model_parallel(expert_model_parallel_size=2)
+    group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
+    for follows in (False, True):
+        stop = megatron.follow_expert_parallel() if follows else (lambda: None)
+        first = fused_a2a.get_buffer(group, 64)
+        fused_a2a.init_hybrid_ep_buffer(group, 64, 8, 2, 1, 1, False)
+        assert fused_a2a.get_buffer(group, 64) is first
+        reloadpg.offload()
+        assert len(DeepepBuffer.alive) == (0 if follows else 2)
+        assert (fused_a2a._hybrid_ep_buffer is None) == follows
+        reloadpg.reload()
+        again = fused_a2a.get_buffer(group, 64)
+        assert (again is first) != follows
+        assert (again.generation == group.generation) == follows
+        if not follows:  # what such a program does by hand
+            DeepepBuffer.alive.clear()
+            fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
+    reloadpg.recovery.recover("a test")
+    assert fused_a2a._buffer is None
+    DeepepBuffer.alive.clear()
+    assert fused_a2a.get_buffer(group, 64).generation == group.generation
+    stop()
+    megatron.destroy_model_parallel()
+    assert (DeepepBuffer.alive, fused_a2a._buffer) == ([], None)
+    check_names(before)
+
+
 def destroy_model_parallel_ends_the_groups_that_megatron_has_built_itself(
     rank: int, before: dict[str, Any]
 ) -> None:
@@ -208,6 +284,7 @@ def test_the_groups_of_megatron_on_four_ranks(rank: int) -> None:
         megatron.initialize_model_parallel()
     before = start()
     for behaviour in (
+        expert_parallel_buffers_follow_their_group,
         nothing_is_left_of_a_layout,
         a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world,
         a_rank_that_does_not_come_to_destroy_model_parallel_is_named,

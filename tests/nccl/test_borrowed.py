@@ -18,6 +18,7 @@ from helpers.nccl_job import CAN_SUSPEND, on_engines, start, summed
 
 import reloadpg
 from reloadpg.errors import BorrowedError
+from reloadpg.integrations.megatron import follow_expert_parallel
 from reloadpg.testing import standins
 
 pytestmark = [
@@ -137,6 +138,42 @@ def test_a_callback_of_the_group_says_that_its_pointer_is_dropped(engine: str, r
     assert kept[0].dispatch() == 2
     assert module.buffers.alive == ["elastic"]
     reloadpg.offload()
+    assert standins.uses_after_release() == []
+
+
+@on_engines(2)
+def test_megatrons_expert_parallel_state_follows_its_group(engine: str, rank: int) -> None:
+    """Megatron creates DeepEP's buffer and NCCL's context again, on the group's next communicator.
+
+    Without the one call the offload is refused. After a recovery the buffer is dropped, and the
+    context cannot be ended: the error says to restart.
+    """
+    start(rank)
+    group = dist.new_group([0, 1])
+    summed(group, rank)
+    deep_ep()
+    from megatron.core.transformer.moe import fused_a2a
+
+    def step() -> tuple[int, int]:
+        fused_a2a.ensure_nccl_ep_bootstrapped(group)
+        return fused_a2a.get_elastic_buffer(group).dispatch(), fused_a2a.te_ep.dispatched()
+
+    assert step() == (2, 2)
+    with pytest.raises(reloadpg.ReloadpgError, match=r"(deep_ep|transformer_engine).*on_offload"):
+        reloadpg.offload()
+    remove = follow_expert_parallel(group)
+    for _ in range(2):
+        reloadpg.offload()
+        assert (deep_ep().buffers.alive, standins.communicators()) == ([], 0)
+        reloadpg.reload(connect="eager")
+        assert step() == (2, 2)
+    remove()
+    with pytest.raises(reloadpg.ReloadpgError, match="on_offload"):
+        reloadpg.offload()
+    follow_expert_parallel(group)
+    with pytest.raises(reloadpg.ReloadpgError, match="Restart this process"):
+        reloadpg.recovery.recover("a test")
+    assert fused_a2a._elastic_buffer is None
     assert standins.uses_after_release() == []
 
 
