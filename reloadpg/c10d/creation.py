@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,9 +14,11 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
+from torch._C import _distributed_c10d as _cpp
 from torch.distributed import ProcessGroup, Store, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
+from . import tables
 from .backends import live_backends
 
 COMPILERS_NEW_GROUP = "_new_group_with_tag"
@@ -73,88 +76,150 @@ def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
 
 
 @dataclass
-class CreationByMembers:
-    """A block in which this thread's groups are created by their members, not split from WORLD.
-
-    If the default group is bound to a device, torch creates new groups by splitting its
-    communicator, which is collective over all ranks of the job. With ``TORCH_DIST_INIT_BARRIER=1``
-    all ranks also wait for each other. Within this block neither happens (2.8, 2.13 and 2.15).
+class PrivateCreation:
+    """What differs for the groups that a thread creates in a :func:`private_creation` block.
 
     Attributes:
+        by_members: whether its members alone take part. If the default group is bound to a device,
+            torch creates new groups by splitting its communicator, which is collective over all
+            ranks of the job. With ``TORCH_DIST_INIT_BARRIER=1`` all ranks also wait for each other.
+            Neither happens then (2.8, 2.13 and 2.15).
         name: the name of the groups; None for torch's names, from a counter that must be equal on
             all ranks.
         store: the store beneath the name's prefix; None for that of the default group.
         device: the device that groups are bound to, if ``name`` is given.
+        tables: the tables that this thread sees, by name; None for those of the process.
     """
 
+    by_members: bool = True
     name: str | None = None
     store: Store | None = None
     device: torch.device | None = None
-
-    def __enter__(self) -> CreationByMembers:
-        _hooks.enter(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _hooks.leave()
+    tables: dict[str, Any] | None = None
 
 
-class _Hooks:
-    """Private functions of torch, replaced while a thread is in a `CreationByMembers` block."""
+class _Thread(threading.local):
+    creation: PrivateCreation | None = None
+
+
+_thread = _Thread()
+
+
+def is_creating() -> bool:
+    """Whether this thread creates groups by their members, in a :func:`private_creation`."""
+    creation = _thread.creation
+    return creation is not None and creation.by_members
+
+
+@contextmanager
+def private_creation(creation: PrivateCreation, *, unseen: bool = False) -> Iterator[None]:
+    """A block in which this thread creates groups apart from other threads, and from WORLD.
+
+    With ``unseen``, it enters them into tables that no other thread sees, and after the block they
+    are in no table. Torch derives names from the number of groups in its tables
+    (``use_local_synchronization=True`` and ``split_group``, seen on 2.8 to 2.15). A group that is
+    rebuilt while other threads create groups must not be counted: otherwise ranks would derive
+    different names for one group. Existing groups stay visible.
+    """
+    world, before = cast(Any, _c10d._world), _thread.creation
+    _replacements.enter()
+    try:
+        if unseen:
+            seen = {name: ChainMap({}, getattr(world, name)) for name in tables.NAMED_TABLES}
+            # Torch returns a group that has the same tag, and appends to the lists it finds there.
+            creation.tables = {**seen, "tags_to_pg": {}}
+        _thread.creation = creation
+        yield
+    finally:
+        _thread.creation = before
+        _replacements.leave()
+        if creation.tables is not None:
+            _unregister_unknown(creation.tables["pg_names"].maps[0])
+
+
+def _unregister_unknown(entered: Mapping[Any, str]) -> None:
+    """Remove from C++ the names that an unseen creation has registered there."""
+    names = cast("dict[Any, str]", _c10d._world.pg_names)
+    for group, name in entered.items():
+        if group not in names and name not in list(names.values()):
+            with suppress(RuntimeError):
+                cast(Any, _cpp)._unregister_process_group(name)
+
+
+@contextmanager
+def name_freed(group: ProcessGroup) -> Iterator[None]:
+    """A block in which the name of a group can be used for another one, which torch refuses."""
+    names = _c10d._world.pg_names
+    name = names[group]
+    names[group] = cast(Any, f"{name} (being rebuilt)")
+    _cpp._unregister_process_group(name)
+    try:
+        yield
+    finally:
+        names[group] = name
+        with suppress(RuntimeError):
+            _cpp._unregister_process_group(name)
+        _cpp._register_process_group(name, group)
+
+
+class _Replacements:
+    """What is replaced in torch while a thread is in a `private_creation`.
+
+    These are four functions of ``distributed_c10d``, and the class of ``_world``. Each table is a
+    property of that class, which torch documents as the place to override them. The other threads
+    get torch's own.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._local = threading.local()
         self._originals: dict[str, Callable[..., Any]] = {}
-        self._hooks: dict[str, Callable[..., Any]] = {
-            "_process_group_name": self._process_group_name,
-            "_get_split_source": self._get_split_source,
-            "_is_barrier_after_init": self._is_barrier_after_init,
-            "_new_process_group_helper": self._helper,
-        }
+        hooks = (self._process_group_name, self._get_split_source, self._is_barrier_after_init)
+        self._hooks = {hook.__name__: hook for hook in (*hooks, self._new_process_group_helper)}
 
-    def enter(self, creation: CreationByMembers) -> None:
+    def enter(self) -> None:
+        world = cast(Any, _c10d._world)
         with self._lock:
-            for name, hook in self._hooks.items() if self._users == 0 else ():
-                self._originals[name] = getattr(_c10d, name)
-                setattr(_c10d, name, hook)
+            if self._users == 0:
+                self._originals = {name: getattr(_c10d, name) for name in self._hooks}
+                self._put(self._hooks)
+                found = {name: _table_of_thread(type(world), name) for name in tables.NAMED_TABLES}
+                world.__class__ = type("_World", (type(world),), found)
             self._users += 1
-        self._local.creation = creation
 
     def leave(self) -> None:
-        self._local.creation = None
+        world = cast(Any, _c10d._world)
         with self._lock:
             self._users -= 1
             # The originals are kept: a caller may have looked a hook up just before.
-            for name in self._hooks if self._users == 0 else ():
-                setattr(_c10d, name, self._originals[name])
+            if self._users == 0:
+                self._put(self._originals)
+                world.__class__ = type(world).__base__
 
-    @property
-    def creation(self) -> CreationByMembers | None:
-        return getattr(self._local, "creation", None)
+    @staticmethod
+    def _put(functions: Mapping[str, Any]) -> None:
+        for name, function in functions.items():
+            setattr(_c10d, name, function)
 
     def _process_group_name(self, *args: Any, **kwargs: Any) -> Any:
-        creation = self.creation
+        creation = _thread.creation
         if creation is not None and creation.name is not None:
             return creation.name
         return self._originals["_process_group_name"](*args, **kwargs)
 
     def _get_split_source(self, *args: Any, **kwargs: Any) -> Any:
-        if self.creation is not None:
-            return None
-        return self._originals["_get_split_source"](*args, **kwargs)
+        return None if is_creating() else self._originals["_get_split_source"](*args, **kwargs)
 
     def _is_barrier_after_init(self) -> Any:
-        creation = self.creation
+        creation = _thread.creation
         if creation is not None and creation.name is not None:
             return 0
         return self._originals["_is_barrier_after_init"]()
 
-    def _helper(
+    def _new_process_group_helper(
         self, size: Any, rank: Any, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        creation = self.creation
+        creation = _thread.creation
         if creation is not None and creation.name is not None:
             store = creation.store or store
             kwargs["device_id"] = creation.device
@@ -162,12 +227,19 @@ class _Hooks:
         return helper(size, rank, ranks, backend, store, *args, **kwargs)
 
 
-_hooks = _Hooks()
+def _table_of_thread(world: type, name: str) -> property:
+    """A property of ``_world`` for one table: this thread's, if it has one."""
+    whole = getattr(world, name)
+
+    def find(of: Any) -> Any:
+        creation = _thread.creation
+        own = None if creation is None else creation.tables
+        return whole.fget(of) if own is None else own[name]
+
+    return property(find)
 
 
-def is_creating() -> bool:
-    """Whether this thread is in a :class:`CreationByMembers` block."""
-    return _hooks.creation is not None
+_replacements = _Replacements()
 
 
 def forget_parent(options: object) -> None:
@@ -181,9 +253,9 @@ def forget_parent(options: object) -> None:
 
 
 def create_world(
-    creation: CreationByMembers, rank: int, size: int, backend: str, **given: Any
+    creation: PrivateCreation, rank: int, size: int, backend: str, **given: Any
 ) -> ProcessGroup:
-    """Create a default group on a store, as ``init_process_group`` does, in the tables too.
+    """Create a default group on a store, as ``init_process_group`` does, within its block.
 
     ``given`` are ``backend_options``, ``timeout`` and ``group_desc``.
 
@@ -191,8 +263,7 @@ def create_world(
     ``sys.excepthook`` again on each call.
     """
     place: Any = (_c10d.Backend(backend), creation.store, creation.name)
-    with creation:
-        group, _ = _c10d._new_process_group_helper(size, rank, [], *place, **given)
+    group, _ = _c10d._new_process_group_helper(size, rank, [], *place, **given)
     return cast(ProcessGroup, group)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import ChainMap, Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from itertools import chain
@@ -192,86 +192,16 @@ def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
         hooks[proxy] = hook
 
 
-_NAMED_TABLES = (
+NAMED_TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"),
 )
+"""The tables in which torch enters a new group."""
 _HOOKS = "pg_flight_recorder_hooks"  # the recorder of a group, from 2.15 on
 _BY_GROUP = (
-    *(*_NAMED_TABLES[:-1], "pg_coalesce_state"),
+    *(*NAMED_TABLES[:-1], "pg_coalesce_state"),
     *([_HOOKS] if hasattr(_c10d._world, _HOOKS) else []),
 )
 _read_by_group = attrgetter(*_BY_GROUP)
-
-
-class _OfThread(threading.local):
-    tables: dict[str, Any] | None = None
-
-
-class Unseen:
-    """A block in which this thread enters new groups into tables that no other thread sees.
-
-    Torch derives names from the number of groups in its tables
-    (``use_local_synchronization=True`` and ``split_group``, seen on 2.8 to 2.15). A group that is
-    rebuilt while other threads create groups must not be counted: otherwise ranks would derive
-    different names for one group. Existing groups stay visible. After the block its groups are in
-    no table.
-
-    Each table is a property of the class of ``_world``, which torch documents as the place to
-    override them.
-    """
-
-    _lock = threading.Lock()
-    _users = 0
-    _of_thread = _OfThread()
-
-    def __enter__(self) -> None:
-        tables = cast(Any, _c10d._world)
-        with Unseen._lock:
-            if Unseen._users == 0:
-                properties = {name: self._property(type(tables), name) for name in _NAMED_TABLES}
-                tables.__class__ = type("_World", (type(tables),), properties)
-            Unseen._users += 1
-        seen = {name: ChainMap({}, getattr(tables, name)) for name in _NAMED_TABLES}
-        # Torch returns a group that has the same tag, and appends to the lists that it finds there.
-        self._of_thread.tables = {**seen, "tags_to_pg": {}}
-
-    def __exit__(self, *_: object) -> None:
-        entered, self._of_thread.tables = self._of_thread.tables or {}, None
-        tables = cast(Any, _c10d._world)
-        with Unseen._lock:
-            Unseen._users -= 1
-            if Unseen._users == 0:
-                tables.__class__ = type(tables).__base__
-        for group, name in entered["pg_names"].maps[0].items():
-            if group not in tables.pg_names and name not in list(tables.pg_names.values()):
-                with suppress(RuntimeError):
-                    _cpp._unregister_process_group(name)
-
-    @classmethod
-    def _property(cls, world: type, name: str) -> property:
-        whole = getattr(world, name)
-
-        def find(tables: Any) -> Any:
-            own = cls._of_thread.tables
-            return whole.fget(tables) if own is None else own[name]
-
-        return property(find)
-
-
-@contextmanager
-def name_freed(group: ProcessGroup) -> Iterator[None]:
-    """A block in which the name of a group can be used for another one, which torch refuses."""
-    names = _c10d._world.pg_names
-    name = names[group]
-    names[group] = cast(Any, f"{name} (being rebuilt)")
-    _cpp._unregister_process_group(name)
-    try:
-        yield
-    finally:
-        names[group] = name
-        with suppress(RuntimeError):
-            _cpp._unregister_process_group(name)
-        _cpp._register_process_group(name, group)
 
 
 _NESTED = 4

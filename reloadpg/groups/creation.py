@@ -12,6 +12,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
@@ -224,32 +225,51 @@ class Construction:
         return f"{self.name}@{suffix}.{self.ranks[0]}"
 
     def replay(
-        self, name: str, store: Store, device: torch.device | None, *, whole: bool = False
+        self, name: str, store: Store, group: ProcessGroup, *, whole: bool = False
     ) -> ProcessGroup:
-        """Recreate the group. Collective over the members; blocks as the backend does.
+        """Recreate the group, in no table of torch. Collective over the members; blocks as torch.
 
         Args:
             name: the name of the new generation: never used before, equal on all members.
             store: a client of the job's store that only this thread uses; with the prefix of the
                 default group, except for the default group itself.
-            device: the device that the group is bound to, or None. Torch binds a split to the
-                default group's device; a group that has no backend for it is bound to none.
+            group: the reloadable group.
             whole: whether to also create the backends that stay alive in an offload.
         """
+        # A user's function may give its group the old name, and creates it as it likes.
+        private = creation.PrivateCreation(by_members=False)
+        freed: AbstractContextManager[None] = nullcontext()
         if self.is_handed_over:
-            with verbatim():
-                return cast(ProcessGroup, self.call())
-        if device is not None and device.type not in self.devices:
-            device = None
+            freed = creation.name_freed(group)
+        else:
+            private = creation.PrivateCreation(True, name, store, self._device_of(group))
+        with verbatim(), creation.private_creation(private, unseen=True), freed:
+            made = self._replay(private, whole)
+        if tables.is_non_member(made) and not self.is_handed_over:
+            raise RuntimeError("torch returned the value for non-members to a member of the group")
+        return cast(ProcessGroup, made)
+
+    def _device_of(self, group: ProcessGroup) -> torch.device | None:
+        """The device that the next generation is bound to, or None.
+
+        Torch binds a split to the default group's device; a group that has no backend for it is
+        bound to none.
+        """
+        device: torch.device | None = group.bound_device_id
+        return device if device is not None and device.type in self.devices else None
+
+    def _replay(self, private: creation.PrivateCreation, whole: bool) -> Any:
+        call = self.call
+        if self.is_handed_over:
+            return call()
         # The other backends of a mixed group were not released.
         backend, part = self.backend, self.is_mixed and not whole
         if part:
-            backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
+            backend = ",".join(f"{device}:{name}" for device, name in self.released.items())
         creation.forget_parent(self.options)
-        collective = creation.CreationByMembers(name, store, device)
         if self.is_world:
             return creation.create_world(
-                collective,
+                private,
                 self.rank,
                 len(self.ranks),
                 backend,
@@ -257,16 +277,11 @@ class Construction:
                 timeout=self.timeout or tables.default_timeout(backend),
                 group_desc=self.desc,
             )
-        call = self.call
         if call.function.__name__ == "split_group":  # without its parent
             call = by_members(self.ranks, self.timeout, backend, self.desc, self.options)
         elif part:
             call = call.replacing("backend", backend)
-        with verbatim(), collective:
-            group = call()
-        if tables.is_non_member(group):
-            raise RuntimeError("torch returned the value for non-members to a member of the group")
-        return cast(ProcessGroup, group)
+        return call()
 
 
 def by_members(

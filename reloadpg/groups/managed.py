@@ -123,12 +123,6 @@ class ManagedGroup:
         return self.construction.name
 
     @property
-    def device(self) -> torch.device | None:
-        """The device that the group is bound to, if any."""
-        device: torch.device | None = self.proxy.bound_device_id
-        return device
-
-    @property
     def is_live(self) -> bool:
         """Whether the group owns a communicator that can be used."""
         return self.state is GroupState.LIVE

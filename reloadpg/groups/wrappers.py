@@ -146,7 +146,7 @@ def _create_alone(call: Call) -> Any:
     """Create a group without a parent: WORLD has no communicator to split."""
     for value in (*call.args, *call.kwargs.values()):
         creation.forget_parent(value)
-    with creation.CreationByMembers():
+    with creation.private_creation(creation.PrivateCreation()):
         return call()
 
 

@@ -5,8 +5,6 @@ created them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ..c10d import backends, devices, nccl, stores, tables
@@ -191,16 +189,10 @@ class Rebuilds:
         if group.communicator is None:
             construction, name = group.construction, self._names[group]
             store = self._store(index, group)
-            # A user's function may give its group the old name. Torch must not count a new
-            # generation: groups that other threads create here would get other names than on the
-            # other ranks.
-            handed_over = construction.is_handed_over
-            freed = tables.name_freed(group.proxy) if handed_over else nullcontext()
             if wanted.cancelled:  # the name and the client are of an ended operation
                 return
-            with tables.Unseen(), freed:
-                whole = group.kept is None  # a recovery also aborts the kept backends
-                inner = construction.replay(name, store, group.device, whole=whole)
+            whole = group.kept is None  # a recovery also aborts the kept backends
+            inner = construction.replay(name, store, group.proxy, whole=whole)
             self._commit(group, inner, wanted)
         if self._connect != "none" and not wanted.cancelled and connects_alone(group):
             # In this thread: only it uses the store client of the communicator.
