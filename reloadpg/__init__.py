@@ -87,8 +87,18 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Before any module of ours: RELOADPG_AUTOINSTALL installs at its end.
     import_module("torch")
+    if name == "install":
+        _observe_installations()
     value = globals()[name] = getattr(import_module(f".{home}", __name__), name)
     return value
+
+
+def _observe_installations() -> None:
+    from .lifecycle.install import observers
+    from .observability import start
+
+    if start not in observers:
+        observers.append(start)
 
 
 def __dir__() -> list[str]:

@@ -21,14 +21,8 @@ from torch.distributed import ProcessGroup
 from ..texts import counted
 from .tables import known_groups, world
 
-_created_on: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""By default group, the device of the thread that created the first group of its job."""
-
 _of_groups: WeakKeyDictionary[ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
 """The devices on which groups had communicators when they were last released."""
-
-_of_jobs: WeakKeyDictionary[ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
-"""The same for all groups of a job, by its default group."""
 
 
 def runtime() -> ModuleType | None:
@@ -54,30 +48,22 @@ def name_devices() -> str:
 def of_rank() -> tuple[int, ...]:
     """Indices of this rank's devices, the one to connect on first; empty if none is in use. Local.
 
-    The device that the default group is bound to; else those on which its communicators were found
-    (:func:`record`); else the one with a context on which torch has allocated most, which is that
-    of the thread that created the first group if it has allocated nothing; and last the current
-    device of the calling thread.
+    The device that the default group is bound to; else those on which communicators were found
+    (:func:`record`); else, before the first offload, the device with a context on which torch has
+    allocated most. The current device of the calling thread decides only between equals.
     """
-    module = runtime()
+    module, default = runtime(), world()
     if module is None:
         return ()
-    default = world()
-    created = None
-    found: tuple[int, ...] = ()
-    if default is not None:
-        if (bound := _bound(default)) is not None:
-            return (bound,)
-        created, found = _created_on.get(default), _of_jobs.get(default, ())
+    if default is not None and (bound := _bound(default)) is not None:
+        return (bound,)
     here = torch.accelerator.current_device_index()
-    if found:
-        return tuple(sorted(found, key=lambda index: (index != created, index != here, index)))
-    used = with_context()
-    if len(used) < 2:
-        return used or (here,)
-    # A library, or set_device(0), has created the context of another device.
+    if found := {index for group in known_groups() for index in _of_groups.get(group, ())}:
+        return tuple(sorted(found, key=lambda index: (index != here, index)))
+    # A library, or set_device(0), may have created the context of another device.
     held = getattr(module, "memory_reserved", lambda index: 0)
-    return (min(used, key=lambda index: (-held(index), index != created, index != here)),)
+    used = with_context() or (here,)
+    return (min(used, key=lambda index: (-held(index), index != here, index)),)
 
 
 def index_of_rank() -> int | None:
@@ -107,26 +93,9 @@ def difference() -> str:
     )
 
 
-def note_creation() -> None:
-    """Record the device of the thread that creates a job's groups. Local, idempotent, cheap.
-
-    Only a device with a context counts: the program may choose its device later.
-    """
-    default = world()
-    if default is None or default in _created_on or runtime() is None:
-        return
-    here, used = torch.accelerator.current_device_index(), with_context()
-    if here in used or len(used) == 1:
-        _created_on[default] = here if here in used else used[0]
-
-
 def record(found: Mapping[ProcessGroup, tuple[int, ...]]) -> None:
     """Record on which devices these groups have communicators. Local."""
     _of_groups.update({group: indices for group, indices in found.items() if indices})
-    default = world()
-    if default is not None:
-        everywhere = [index for group in known_groups() for index in _of_groups.get(group, ())]
-        _of_jobs[default] = tuple(dict.fromkeys(everywhere))
 
 
 def with_context() -> tuple[int, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C import _distributed_c10d as _cpp
@@ -105,43 +105,61 @@ def store_of(group: ProcessGroup) -> Store:
     return _c10d._world.pg_map[group][1]
 
 
-def entry_of(
-    group: ProcessGroup,
-) -> tuple[str, Mapping[int, int], str, Mapping[str, str]]:
-    """Read a new group's name, members, backend string, and backends by device type.
+class Entry(NamedTuple):
+    """What c10d knows of a group. Torch's own values, which it does not change later.
 
-    The members are by global rank, in the order of their group ranks. Nothing is copied, since a
-    job creates thousands of groups; torch does not change these values later.
+    Attributes:
+        ranks: global ranks of the members, in the order of their group ranks.
+        backend: the backend string that the group was created with: ``nccl``.
+        config: the backend of each device type: ``cpu:gloo,cuda:nccl``.
+        desc: the description; ``undefined`` or empty without one.
     """
+
+    name: str
+    ranks: Collection[int]
+    backend: str
+    config: str
+    desc: str = ""
+
+    @property
+    def devices(self) -> Mapping[str, str]:
+        return devices_of(self.config)
+
+
+def entry_of(group: ProcessGroup) -> Entry:
+    """Read a group's entries. Nothing is copied, since a job creates thousands of groups."""
     tables = _c10d._world
+    known = tables.pg_map.get(group)
+    if known is None:
+        found = {d.type: group._get_backend(d).name() for d in group._device_types}
+        config = ",".join(f"{device}:{name}" for device, name in found.items())
+        return Entry(name_of(group), range(group.size()), "", config, desc_of(group))
     ranks = tables.pg_group_ranks.get(group)
     if ranks is None:  # created by hand, below another library's wrapper
         ranks = {rank: rank for rank in range(group.size())}
-    return (
-        tables.pg_names[group],
-        ranks,
-        tables.pg_map[group][0],
-        _devices_of(tables.pg_backend_config[group]),
-    )
+    config = tables.pg_backend_config[group]
+    return Entry(tables.pg_names[group], ranks, known[0], config, group.group_desc)
 
 
 def device_backends(group: ProcessGroup) -> dict[str, str]:
     """Backend by device type, as c10d resolved it: ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    config = _c10d._world.pg_backend_config.get(group)
-    if config is None:  # it is in no table
-        return {d.type: group._get_backend(d).name() for d in group._device_types}
-    return dict(_devices_of(str(config)))
+    return dict(entry_of(group).devices)
 
 
 @lru_cache(maxsize=64)  # a job has thousands of groups, and a few configurations
-def _devices_of(config: str) -> Mapping[str, str]:
+def devices_of(config: str) -> Mapping[str, str]:
+    """The backend of each device type, from the value that c10d keeps of a group."""
     pairs = [pair.split(":", 1) for pair in config.split(",") if ":" in pair]
     return MappingProxyType(dict(pairs))
 
 
+NON_MEMBERS = (None, _c10d.GroupMember.NON_GROUP_MEMBER)
+"""What a creating function returns to a rank that is not a member of the group."""
+
+
 def is_non_member(result: object) -> bool:
     """Whether a creating function returned that this rank is not a member of the group."""
-    return result is None or result == _c10d.GroupMember.NON_GROUP_MEMBER
+    return result in NON_MEMBERS
 
 
 def known_backends() -> frozenset[str]:
@@ -161,12 +179,13 @@ def has_peers() -> bool:
 
 def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry."""
-    tables = _c10d._world
-    for table in _read_by_group(tables):
+    tables = cast(Any, _c10d._world)
+    by_group, tags = _read_by_group(tables), tables.tags_to_pg
+    for table in by_group:
         entry = table.pop(inner, None)
         if entry is not None:
             table[proxy] = entry
-    name, tag, tags = tables.pg_names[proxy], tables.pg_to_tag.get(proxy), tables.tags_to_pg
+    name, tag = by_group[_NAMES][proxy], by_group[_TAGS].get(proxy)
     with _changing_lists:
         for groups in (tags.get("", []), tags.get(tag, []) if tag else []):
             # Torch appends: a new group is the last. Its index does not change here.
@@ -202,6 +221,7 @@ _BY_GROUP = (
     *([_HOOKS] if hasattr(_c10d._world, _HOOKS) else []),
 )
 _read_by_group = attrgetter(*_BY_GROUP)
+_NAMES, _TAGS = _BY_GROUP.index("pg_names"), _BY_GROUP.index("pg_to_tag")
 
 
 _NESTED = 4

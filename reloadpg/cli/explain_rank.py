@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 from .. import environment
 from ..c10d import creation, stores, tables
 from ..groups.registry import registry
-from ..groups.selection import Selection
+from ..groups.selection import Selected, Selection
 from ..groups.sets import TRAINER, creators
 
 
@@ -129,8 +129,7 @@ class FakeRank:
         """Record a group, and whether ``install`` would make it reloadable."""
         if asked == "undefined":  # torch uses the backend of the job's accelerator
             asked = f"{self._device}:{Backend.default_device_backend_map[self._device]}"
-        found = BackendConfig(Backend(asked)).get_device_backend_map()
-        devices = {device: str(backend) for device, backend in found.items()}
+        config = str(BackendConfig(Backend(asked)))
         ranks, desc = dist.get_process_group_ranks(group), str(group.group_desc)
         is_world, rule = group is dist.group.WORLD, Selection()
         name = "WORLD" if is_world else tables.name_of(group)
@@ -141,12 +140,14 @@ class FakeRank:
         if self._backends is not None:
             rule = replace(rule, backends=self._backends)
         in_set = TRAINER if is_world else rule.set_now()
-        names: dict[str, Any] = {"name": name, "desc": desc, "in_set": in_set}
-        bypass = rule.bypass(devices, len(ranks), is_world=is_world, **names)
-        selected = () if bypass else rule.selected(devices, len(ranks))
+        entry = tables.Entry(name, ranks, asked, config, desc)
+        decision, devices = rule.decide(entry, lambda: in_set, is_world=is_world), entry.devices
+        selected = decision.devices if isinstance(decision, Selected) else ()
         stay = ", ".join(f"{one}:{devices[one]} stays" for one in devices if one not in selected)
-        names["desc"] = "" if is_world or desc == "undefined" else desc
-        state = {"reloadable": bool(selected), "reason": bypass.reason if bypass else stay}
+        shown = "" if is_world or desc == "undefined" else desc
+        names: dict[str, Any] = {"name": name, "desc": shown, "in_set": in_set}
+        reason = stay if isinstance(decision, Selected) else decision.reason
+        state = {"reloadable": bool(selected), "reason": reason}
         state["nccl"] = any(devices[device].startswith("nccl") for device in selected)
         self.note("group", **names, **state, ranks=ranks, backend=asked, made_by=made_by)
 

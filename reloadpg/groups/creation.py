@@ -121,6 +121,11 @@ class Call(NamedTuple):
             return Call(self.function, args, self.kwargs)
         return Call(self.function, self.args, {**self.kwargs, name: value})
 
+    def forget_parent(self) -> None:
+        """Let no options of the call keep the parent of a split alive. Local, idempotent."""
+        for value in (*self.args[1:], *self.kwargs.values()):  # the ranks, or the parent, are first
+            creation.forget_parent(value)
+
     def __call__(self) -> Any:
         """Call the function with copies, so that it cannot change the record."""
         return self.function(
@@ -140,7 +145,7 @@ class Construction:
         call: the call that created it; of a group passed to ``register_group()``, the one that
             rebuilds it.
         name: the group's stable name, as torch gave it the first time.
-        members: global ranks, in the order of their group ranks, as :func:`c10d.entry_of` has them.
+        members: global ranks, in the order of their group ranks, as torch has them.
         backend: the requested backend (``nccl``, ``cpu:gloo,cuda:nccl``).
         devices: backend by device type.
         selected: the device types whose backend is released and rebuilt.
@@ -155,9 +160,24 @@ class Construction:
     devices: Mapping[str, str]
     selected: tuple[str, ...]
     rank: int
-    desc: str = ""
-    defaults: tuple[object, timedelta | None] = (None, None)
-    place: Order | None = None
+    desc: str
+    defaults: tuple[object, timedelta | None]
+    place: Order | None
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        group: ProcessGroup,
+        entry: tables.Entry,
+        selected: tuple[str, ...],
+        defaults: tuple[object, timedelta | None] = (None, None),
+        place: Order | None = None,
+    ) -> Construction:
+        """The record of a live group with these entries in c10d's tables. Local."""
+        name, ranks, backend, _, desc = entry
+        rank, devices = group.rank(), entry.devices
+        return cls(call, name, ranks, backend, devices, selected, rank, desc, defaults, place)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

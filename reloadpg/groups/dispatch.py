@@ -152,8 +152,11 @@ def _query(self: Any) -> bool:
     return getattr(self._inner, "METHOD", False)
 
 
-def _method(template: Any, name: str) -> FunctionType:
-    """Return the template with ``METHOD`` replaced: as fast as a method that is written out."""
+def from_template(template: Any, name: str, names_of: dict[str, Any]) -> FunctionType:
+    """Return the template with ``METHOD`` replaced: as fast as a method that is written out.
+
+    ``names_of`` are the globals of the template's module.
+    """
 
     def replaced(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(name if value == "METHOD" else value for value in values)
@@ -161,7 +164,7 @@ def _method(template: Any, name: str) -> FunctionType:
     code = template.__code__
     names, constants = replaced(code.co_names), replaced(code.co_consts)
     code = code.replace(co_name=name, co_names=names, co_consts=constants)
-    return FunctionType(code, globals(), name)
+    return FunctionType(code, names_of, name)
 
 
 for _template, _names in (
@@ -173,6 +176,6 @@ for _template, _names in (
 ):
     # hasattr() must give the same result as on a plain group of the installed torch
     for _name in _NAMES & _names:
-        _member = _method(_template, _name)
+        _member = from_template(_template, _name, globals())
         setattr(Dispatch, _name, property(_member) if _template is _query else _member)
 compiling.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))

@@ -24,7 +24,7 @@ from ..c10d import backends, compiling, creation, tables
 from ..errors import GroupPickleError
 from .borrowed import OURS, THROUGH, take
 from .creation import Construction
-from .dispatch import Dispatch
+from .dispatch import Dispatch, from_template
 from .managed import ManagedGroup
 from .offloaded import GroupState as GroupState
 
@@ -54,7 +54,8 @@ class ReloadableProcessGroup(Dispatch):
         ProcessGroup.__init__(self, self._rank, self._size)  # type: ignore[call-arg, arg-type]
         self._inner = inner
         self._managed = ManagedGroup(self, inner, construction)
-        _SET_DESC(self, construction.desc)
+        if construction.desc != "undefined":  # torch's default, which no C++ code reads
+            _SET_DESC(self, construction.desc)
         device = inner.bound_device_id
         if device is not None:
             # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
@@ -193,31 +194,29 @@ def managed(group: object) -> ManagedGroup | None:
 # -- what leaves a group: see .borrowed ---------------------------------------------------------
 
 
-def _recorded(name: str) -> Callable[..., Any]:
-    if name.endswith("get_backend"):
-
-        def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            backend = getattr(self._inner, name)(*args, **kwargs)
-            # Torch 2.15 gets WORLD's backend four times in each creation: no further call for it.
-            caller = sys._getframe(1)
-            if (
-                caller.f_globals.get("__name__", "").startswith(OURS)
-                and caller.f_code.co_name not in THROUGH
-            ):
-                return backend
-            return take(self._managed, name, backend)
-    else:
-
-        def method(self: ReloadableProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            return take(self._managed, name, getattr(self._inner, name)(*args, **kwargs))
-
-    method.__name__ = name
-    return method
+def _taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return take(self._managed, "METHOD", self._inner.METHOD(*args, **kwargs))
 
 
-for _name in ("_get_backend", "get_backend", "new_window", "register_abort_hook"):
-    if hasattr(ProcessGroup, _name):  # hasattr() must give the same result as on a plain group
-        setattr(ReloadableProcessGroup, _name, _recorded(_name))
+def _taken_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+    call = self._inner.METHOD
+    backend = call(*args, **kwargs) if kwargs else call(*args)
+    # A batch of sends gets it once, and torch 2.15 WORLD's four times in each creation: no further
+    # call for torch.
+    caller = sys._getframe(1)
+    name = caller.f_globals.get("__name__", "")
+    if name.startswith(OURS) and caller.f_code.co_name not in THROUGH:
+        return backend
+    return take(self._managed, "METHOD", backend)
+
+
+for _template, _names in (
+    (_taken_backend, ("_get_backend", "get_backend")),
+    (_taken, ("new_window", "register_abort_hook")),
+):
+    for _name in _names:
+        if hasattr(ProcessGroup, _name):  # hasattr() must give the same result as on a plain group
+            setattr(ReloadableProcessGroup, _name, from_template(_template, _name, globals()))
 
 for _name in ("get_group_store", "set_timeout", "use_pg_for_symm_mem_rendezvous"):
     if not hasattr(ProcessGroup, _name):  # before torch 2.9 to 2.15

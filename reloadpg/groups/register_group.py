@@ -65,19 +65,9 @@ def register_group(
             f"register_group({group!r}): not a group of torch.distributed other than the default "
             "group; nothing was changed. Pass the live group that the creating function returned."
         )
-    devices = tables.device_backends(group)
-    name = tables.name_of(group)
-    construction = Construction(
-        Call(rebuild, (), {}),
-        name,
-        tables.ranks_of(group),
-        tables.backend_of(group),
-        devices,
-        tuple(devices),
-        group.rank(),
-        str(group.group_desc),
-        place=(*HANDED_OVER, name),
-    )
+    entry, place = tables.entry_of(group), (*HANDED_OVER, tables.name_of(group))
+    call, devices = Call(rebuild, (), {}), tuple(entry.devices)
+    construction = Construction.of(call, group, entry, devices, place=place)
     proxy = ReloadableProcessGroup(group, construction)
     proxy._managed.set_name = set_name
     return proxy

@@ -23,7 +23,7 @@ from ..settings import is_off
 from .managed import ManagedGroup
 from .offloaded import GroupState
 from .proxy import ReloadableProcessGroup, managed
-from .selection import Bypass, Selection
+from .selection import Bypass, Selected, Selection
 from .sets import TRAINER
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Registry:
         ]
         if self.options is not None:
             for group, reason in list(self.outside_tables.items()):
-                if bypass_of(group, self.options.selection) is None:
+                if isinstance(self._decide(group, self.options.selection), Selected):
                     rows.append((group, reason))
         return rows
 
@@ -141,11 +141,12 @@ class Registry:
         if self.options is None or self.options.selection.min_size == 1:
             return {}
         smaller = replace(self.options.selection, min_size=1)
-        return {
-            group: smaller.selected(tables.device_backends(group), 1)
+        found = {
+            group: self._decide(group, smaller)
             for group, bypass in self._others()
-            if bypass is not None and group.size() == 1 and bypass_of(group, smaller) is None
+            if bypass is not None and group.size() == 1
         }
+        return {group: one.devices for group, one in found.items() if isinstance(one, Selected)}
 
     def dropped(self, held: Collection[ProcessGroup] = ()) -> list[ProcessGroup]:
         """List the reloadable groups that only torch's tables refer to, and once each of ``held``.
@@ -170,7 +171,14 @@ class Registry:
             return
         for group in tables.known_groups():
             if not isinstance(group, ReloadableProcessGroup):
-                yield group, bypass_of(group, options.selection)
+                decision = self._decide(group, options.selection)
+                yield group, None if isinstance(decision, Selected) else decision
+
+    def _decide(self, group: ProcessGroup, selection: Selection) -> Selected | Bypass:
+        """What a selection decides about a group that torch created."""
+        set_name = None if group in self.without_set else TRAINER
+        is_world = group is tables.world()
+        return selection.decide(tables.entry_of(group), lambda: set_name, is_world=is_world)
 
     def offloaded(self) -> list[ManagedGroup]:
         return [group for group in self.managed() if group.state is not GroupState.LIVE]
@@ -187,18 +195,6 @@ def _managed_groups() -> list[ManagedGroup]:
 def _references(things: list[Any]) -> list[int]:
     """Count the references to each of these objects, that of the list included."""
     return [sys.getrefcount(thing) for thing in things]
-
-
-def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
-    """Return why a group that torch created is bypassed; None if it is selected."""
-    return selection.bypass(
-        tables.device_backends(group),
-        len(tables.ranks_of(group)),
-        name=tables.name_of(group),
-        desc=tables.desc_of(group),
-        is_world=group is tables.world(),
-        in_set=None if group in registry.without_set else TRAINER,
-    )
 
 
 _RAW = (

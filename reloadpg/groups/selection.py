@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -23,6 +23,19 @@ class Bypass(NamedTuple):
 
     reason: str
     remedy: str
+
+
+IN_NO_SET = Bypass(
+    "its creator is in no set, by a rule of install(sets=...) or region(None)",
+    "sets without that rule",
+)
+
+
+class Selected(NamedTuple):
+    """The device types of a group whose backend is released, and the group's set."""
+
+    devices: tuple[str, ...]
+    set_name: str
 
 
 @dataclass(frozen=True)
@@ -98,20 +111,43 @@ class Selection:
         sets = f", sets={dict(self.sets)}" if self.sets else ""
         return f"backends={backends}, min_size={self.min_size}, world={self.world}{exclude}{sets}"
 
-    def selected(self, devices: Mapping[str, str], size: int) -> tuple[str, ...]:
-        """Return the device types whose backend is released; empty for a bypassed group."""
-        if size < self.min_size:
-            return ()
-        pairs = devices.items()
-        names: Collection[str] | None = self.backends
-        if names is None:
-            names = {name for device, name in pairs if device != "cpu" and name not in BYPASS}
-        return tuple([device for device, name in pairs if name in names])
+    def decide(
+        self, entry: tables.Entry, set_of: Callable[[], str | None], *, is_world: bool = False
+    ) -> Selected | Bypass:
+        """Return what becomes reloadable of a group, or why it bypasses. Local.
 
-    def excluded_by(self, name: str, desc: str) -> str:
+        Args:
+            entry: the group.
+            set_of: returns its set, None for no set; called last, for a group that is selected
+                otherwise.
+            is_world: whether it is the default group.
+        """
+        if is_world and not self.world:
+            return Bypass("install(world=False)", "world=True")
+        if self.exclude and (pattern := self._excluded_by(entry)):
+            return Bypass(f"matches exclude {pattern!r}", f"exclude without {pattern!r}")
+        size = len(entry.ranks)
+        if size < self.min_size:
+            few = f"{size} rank{'s' * (size != 1)}, fewer than min_size={self.min_size}"
+            return Bypass(few, f"min_size={size}")
+        devices = _released(self.backends, entry.config)
+        if not devices:
+            return self._of_other_backends(entry)
+        set_name = set_of()
+        return IN_NO_SET if set_name is None else Selected(devices, set_name)
+
+    def _of_other_backends(self, entry: tables.Entry) -> Bypass:
+        names = list(dict.fromkeys(entry.devices.values()))
+        backends = ", ".join(names) or "none"
+        remedy = f"backends={{{', '.join(map(repr, sorted(names)))}}}"
+        if self.backends is None:
+            return Bypass(f"backend {backends} serves no accelerator", remedy)
+        return Bypass(f"backend {backends} is not in backends={sorted(self.backends)}", remedy)
+
+    def _excluded_by(self, entry: tables.Entry) -> str:
         """Return the ``exclude`` pattern that matches the group, or an empty string."""
         for pattern in self.exclude:
-            if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
+            if fnmatchcase(entry.desc, pattern) or fnmatchcase(entry.name, pattern):
                 return pattern
         return ""
 
@@ -144,38 +180,15 @@ class Selection:
                     f"{', '.join(known)}. Pass sets=[{name!r}] to install(), on all ranks."
                 )
 
-    def bypass(
-        self,
-        devices: Mapping[str, str],
-        size: int,
-        *,
-        name: str = "",
-        desc: str = "",
-        is_world: bool = False,
-        in_set: str | None = TRAINER,
-    ) -> Bypass | None:
-        """Return why a group is bypassed; None if it is selected. A group may be in no set."""
-        if is_world and not self.world:
-            return Bypass("install(world=False)", "world=True")
-        if in_set is None:
-            return Bypass(
-                "its creator is in no set, by a rule of install(sets=...) or region(None)",
-                "sets without that rule",
-            )
-        pattern = self.excluded_by(name, desc)
-        if pattern:
-            return Bypass(f"matches exclude {pattern!r}", f"exclude without {pattern!r}")
-        if size < self.min_size:
-            few = f"{size} rank{'s' * (size != 1)}, fewer than min_size={self.min_size}"
-            return Bypass(few, f"min_size={size}")
-        if self.selected(devices, size):
-            return None
-        names = list(dict.fromkeys(devices.values()))
-        backends = ", ".join(names) or "none"
-        remedy = f"backends={{{', '.join(map(repr, sorted(names)))}}}"
-        if self.backends is None:
-            return Bypass(f"backend {backends} serves no accelerator", remedy)
-        return Bypass(f"backend {backends} is not in backends={sorted(self.backends)}", remedy)
+
+@lru_cache(maxsize=256)  # a job has thousands of groups, and a few configurations
+def _released(backends: frozenset[str] | None, config: str) -> tuple[str, ...]:
+    """Return the device types whose backend is released; None is for all of an accelerator."""
+    pairs = tables.devices_of(config).items()
+    names: Collection[str] | None = backends
+    if names is None:
+        names = {name for device, name in pairs if device != "cpu" and name not in BYPASS}
+    return tuple([device for device, name in pairs if name in names])
 
 
 def _rules(

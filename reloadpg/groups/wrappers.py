@@ -12,12 +12,12 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from ..c10d import backends, creation, tables
-from ..c10d.devices import note_creation
 from ..texts import warn
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .offloaded import Offloaded
 from .proxy import ReloadableProcessGroup
-from .registry import bypass_of, registry
+from .registry import registry
+from .selection import IN_NO_SET, Bypass
 from .sets import TRAINER
 
 Function = Callable[..., Any]
@@ -45,6 +45,7 @@ def wrappers() -> dict[str, Wrapper]:
 def _new_group(wrapped: Function) -> Function:
     # Every rank makes this call for every group of the job, so it must add little.
     parameters_of(wrapped)  # fill the cache before the first call
+    outside = tables.NON_MEMBERS
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
         if thread.verbatim:
@@ -65,7 +66,7 @@ def _new_group(wrapped: Function) -> Function:
                 group = call()
         finally:
             thread.verbatim = False
-        if tables.is_non_member(group):
+        if group in outside:
             return group
         return _manage(group, call, wrapped, args, kwargs)
 
@@ -144,8 +145,7 @@ def _warn_of_unknown_backends() -> None:
 
 def _create_alone(call: Call) -> Any:
     """Create a group without a parent: WORLD has no communicator to split."""
-    for value in (*call.args, *call.kwargs.values()):
-        creation.forget_parent(value)
+    call.forget_parent()
     with creation.private_creation(creation.PrivateCreation()):
         return call()
 
@@ -161,18 +161,13 @@ def _manage(
     options = registry.options
     if options is None or type(group) is ReloadableProcessGroup:
         return group
-    selection = options.selection
-    name, ranks, backend, devices = tables.entry_of(group)
-    if selection.exclude and selection.excluded_by(name, tables.desc_of(group)):
+    entry = tables.entry_of(group)
+    decision = options.selection.decide(entry, options.selection.set_now)
+    if isinstance(decision, Bypass):
+        if decision is IN_NO_SET:
+            registry.without_set.add(group)
         return group
-    size = len(ranks)
-    selected = selection.selected(devices, size)
-    if not selected:
-        return group
-    set_name = selection.set_now()
-    if set_name is None:
-        registry.without_set.add(group)
-        return group
+    devices, set_name = decision
     # Every member comes here: no call for the groups of torch itself.
     if type(group) is not ProcessGroup and (obstacle := _obstacle(group)):
         registry.left_alone[group] = obstacle
@@ -181,20 +176,14 @@ def _manage(
         call = Call.capture(function, args, kwargs)
     parents: tuple[object, Any] = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
-        timeouts = backends.get_timeouts(group, selected).values()
-        parents = backends.options_of(group, selected), next(iter(timeouts), None)
+        timeouts = backends.get_timeouts(group, devices).values()
+        parents = backends.options_of(group, devices), next(iter(timeouts), None)
         creation.forget_parent(parents[0])
-    # The split is done; the options must not keep the parent alive.
-    for value in call.args[1:]:  # the first argument is the ranks, or the parent
-        creation.forget_parent(value)
-    for value in call.kwargs.values():
-        creation.forget_parent(value)
-    rank, desc = group.rank(), str(group.group_desc)
-    construction = Construction(call, name, ranks, backend, devices, selected, rank, desc, parents)
-    proxy = ReloadableProcessGroup(group, construction)
+    if call.kwargs or len(call.args) > 1:
+        call.forget_parent()  # the split is done
+    proxy = ReloadableProcessGroup(group, Construction.of(call, group, entry, devices, parents))
     if set_name != TRAINER:
         proxy._managed.set_name = set_name
-    note_creation()
     return proxy
 
 
@@ -214,25 +203,22 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     world = tables.world()
     if options is None or world is None or isinstance(world, ReloadableProcessGroup):
         return None
-    if bypass_of(world, options.selection) is not None:
+    entry = tables.entry_of(world)
+    decision = options.selection.decide(entry, lambda: TRAINER, is_world=True)
+    if isinstance(decision, Bypass):
         return None
-    name, ranks, backend, devices = tables.entry_of(world)
     if obstacle := _obstacle(world):
         registry.left_alone[world] = obstacle
         return None
-    selected = options.selection.selected(devices, len(ranks))
+    devices = decision.devices
     defaults: tuple[object, Any] = (None, None)
     if call is None:
         call = Call(creation.original("init_process_group"), (), {})
-        timeout = next(iter(backends.get_timeouts(world, selected).values()), None)
-        defaults = backends.options_of(world, selected), timeout
-    rank, desc = world.rank(), str(world.group_desc)
-    construction = Construction(
-        call, name, ranks, backend, devices, selected, rank, desc, defaults, WORLD_ORDER
-    )
-    creation.complete_ranks(world, tuple(devices))
+        timeout = next(iter(backends.get_timeouts(world, devices).values()), None)
+        defaults = backends.options_of(world, devices), timeout
+    construction = Construction.of(call, world, entry, devices, defaults, WORLD_ORDER)
+    creation.complete_ranks(world, tuple(entry.devices))
     proxy = ReloadableProcessGroup(world, construction)
-    note_creation()
     registry.after_world()
     return proxy
 

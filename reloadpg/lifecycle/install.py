@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from importlib import import_module
 from typing import Any
 
 from ..c10d import nccl, tables
@@ -34,9 +33,8 @@ from .status import not_reloadable
 
 logger = logging.getLogger("reloadpg")
 
-OBSERVER = "reloadpg.observability.publish"
-"""The module whose ``start`` each installation calls; named, since it builds on this package."""
-
+observers: list[Callable[[], object]] = []
+"""What each ``install`` calls at its end. The package adds what builds on this one."""
 
 _DEFAULTS = {"strategy": Options.strategy, "timeout": Options.timeout, "exclude": ()}
 """Options of ``install`` where neither it nor the environment gives one."""
@@ -120,7 +118,8 @@ def install(
     """
     if _put_in_place(_options(locals())):
         _warn_of_unmanaged()  # without the lock: programs can handle warnings themselves
-    import_module(OBSERVER).start()
+    for observe in observers:
+        observe()
 
 
 def _options(given: Mapping[str, Any]) -> Options:

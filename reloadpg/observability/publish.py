@@ -30,7 +30,7 @@ from reloadpg.processes import process_table, start_of
 from reloadpg.reports import Report, Status
 from reloadpg.settings import STATUS_DIR
 
-from .logs import current_rank, name_rank_in_records
+from .logs import current_rank
 from .record import RankRecord
 
 HEARTBEAT_S = 1.0
@@ -45,12 +45,7 @@ no thread there."""
 
 
 def start() -> None:
-    """Set the rank in log records, and publish the status if it is requested.
-
-    Local; idempotent. Each ``install`` calls it, also if the library is already installed, so that
-    a forked child gets the same.
-    """
-    name_rank_in_records()
+    """Publish the status if it is requested. Local; idempotent, also in a forked child."""
     directory = os.environ.get(STATUS_DIR)
     if not directory or os.getpid() in _publishers:
         return

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from reloadpg.groups.selection import Selection
+from reloadpg.c10d.tables import Entry
+from reloadpg.groups.selection import Selected, Selection
+from reloadpg.groups.sets import TRAINER
 
 NCCL, GLOO = {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}
 MIXED = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def decided(selection, devices, size, name="1", desc="undefined"):
+    """The devices that are selected; for a group that bypasses, none."""
+    config = ",".join(f"{device}:{backend}" for device, backend in devices.items())
+    decision = selection.decide(Entry(name, range(size), "", config, desc), lambda: TRAINER)
+    return decision.devices if isinstance(decision, Selected) else ()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +46,7 @@ def test_selected_backends(options, devices, size, selected):
     """By default every backend that serves an accelerator: gloo, mpi, fake and groups of one rank
     bypass. Named backends override the default.
     """
-    assert Selection(**options).selected(devices, size) == selected
+    assert decided(Selection(**options), devices, size) == selected
 
 
 def test_a_string_is_one_backend():

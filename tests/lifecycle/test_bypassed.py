@@ -9,8 +9,10 @@ from helpers import worlds
 from helpers.fault_job import Job
 
 import reloadpg
+from reloadpg.c10d.tables import Entry
 from reloadpg.cli.doctor import diagnose
-from reloadpg.groups.selection import Selection
+from reloadpg.groups.selection import Bypass, Selection
+from reloadpg.groups.sets import TRAINER
 
 
 @pytest.mark.matrix
@@ -61,11 +63,15 @@ def test_bypassed_groups_are_named_with_the_reason(rank: int) -> None:
 def test_exclude_matches_names_and_descriptions() -> None:
     """A string is one pattern."""
     selection = Selection.of(None, 2, True, exclude="default*")
-    found = selection.bypass({"cuda": "nccl"}, 2, name="default_pg", desc="TP")
-    assert found is not None
-    assert found.reason == "matches exclude 'default*'"
-    assert selection.bypass({"cuda": "nccl"}, 2, name="1", desc="default") is not None
-    assert selection.bypass({"cuda": "nccl"}, 2, name="1", desc="TP") is None
+
+    def reason(name: str, desc: str) -> str:
+        entry = Entry(name, range(2), "nccl", "cuda:nccl", desc)
+        decision = selection.decide(entry, lambda: TRAINER)
+        return decision.reason if isinstance(decision, Bypass) else ""
+
+    assert reason("default_pg", "TP") == "matches exclude 'default*'"
+    assert reason("1", "default") == "matches exclude 'default*'"
+    assert not reason("1", "TP")
 
 
 @pytest.mark.ranks(2)
