@@ -15,18 +15,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from ..c10d import backends, compiling, tables
 from ..reports import Borrowed
+from .managed import Loan, ManagedGroup
 from .offloaded import OffloadedBackend
-
-if TYPE_CHECKING:
-    from .managed import ManagedGroup
 
 POLICIES = ("refuse", "warn", "ignore")
 """Values of ``install(borrowed=...)``."""
@@ -51,19 +48,6 @@ OURS = ("torch.", f"{__name__.partition('.')[0]}.")
 _OURS_ALONE = frozenset(name[:-1] for name in OURS)
 THROUGH = frozenset({"get_backend_impl", "_new_window", "rendezvous"})
 """Functions of torch that return to their caller what they take out of a group."""
-
-
-@dataclass
-class Loan:
-    """What one line of a program has taken of the latest generation that it took it of.
-
-    Attributes:
-        known: what it is, and who took it.
-        things: the objects, while they are referenced; None if that cannot be known.
-    """
-
-    known: Borrowed
-    things: WeakSet[Any] | None
 
 
 def take(group: ManagedGroup, name: str, value: Any) -> Any:

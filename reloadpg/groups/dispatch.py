@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
 from ..c10d import backends, compiling, tables
-
-if TYPE_CHECKING:
-    from .managed import ManagedGroup
 
 COMPLETED_WORK = backends.completed_work()
 """Returned where a synchronous coalesced NCCL call returns None, since torch 2.8."""
@@ -83,7 +80,8 @@ class Dispatch(ProcessGroup):
     """A ``ProcessGroup`` whose every method calls the same method of ``self._inner``."""
 
     _inner: Any
-    _managed: ManagedGroup
+    _managed: Any
+    """The record of the group."""
     _get_sequence_number_for_group: Callable[[], int]
 
     _coalescing: Any = None

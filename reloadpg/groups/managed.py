@@ -13,19 +13,37 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ..c10d import backends, compiling, creation, tables
+from ..reports import Borrowed
 from .creation import Construction
+from .dispatch import Dispatch
 from .offloaded import GroupState, Offloaded, UnderWay
 from .sets import TRAINER
 
 if TYPE_CHECKING:
     from ..c10d.backends import CppBackend
-    from .borrowed import Loan
-    from .proxy import ReloadableProcessGroup
+
+
+@dataclass
+class Loan:
+    """What one line of a program has taken of a group, of the newest generation: see `.borrowed`.
+
+    Attributes:
+        known: what it is, and who took it.
+        things: the objects, while they are referenced; None if that cannot be known.
+    """
+
+    known: Borrowed
+    things: WeakSet[Any] | None
+
+    def end(self) -> None:
+        """The generation has ended. Local, idempotent."""
+        self.known = replace(self.known, ended=True)
 
 
 @dataclass
@@ -72,8 +90,6 @@ class ManagedGroup:
         set_name: the set that it belongs to.
         generation: the job's number of reloads, of any set, when its communicator was built; 0 if
             the original call has built it.
-        state: :class:`GroupState`.
-        last_error: why it failed; empty if it did not.
         under_way: the operation whose threads have exclusive use of the group; None if there is
             none.
         before_end: called before the group is destroyed for good.
@@ -86,8 +102,6 @@ class ManagedGroup:
     # values of mutable attributes are in the class.
     set_name = TRAINER
     generation = 0
-    state = GroupState.LIVE
-    last_error = ""
     under_way: UnderWay | None = None
     before_end: Callable[[], object] | None = None
     records = True
@@ -98,9 +112,7 @@ class ManagedGroup:
     symm_mem: Any = None
     _timeouts: Mapping[str, timedelta] = MappingProxyType({})
 
-    def __init__(
-        self, proxy: ReloadableProcessGroup, inner: ProcessGroup, construction: Construction
-    ) -> None:
+    def __init__(self, proxy: Dispatch, inner: ProcessGroup, construction: Construction) -> None:
         self._proxy = weakref.ref(proxy)
         self.current: Any = inner
         self.target: Any = inner
@@ -111,7 +123,7 @@ class ManagedGroup:
         self.loans: dict[tuple[str, str, int], Loan] = {}
 
     @property
-    def proxy(self) -> ReloadableProcessGroup:
+    def proxy(self) -> Dispatch:
         """The reloadable group itself. Raises ReferenceError if it was deleted."""
         proxy = self._proxy()
         if proxy is None:
@@ -123,9 +135,19 @@ class ManagedGroup:
         return self.construction.name
 
     @property
+    def state(self) -> GroupState:
+        """The state, as the threads find it that may use the group."""
+        return self.current.state if isinstance(self.current, Offloaded) else GroupState.LIVE
+
+    @property
     def is_live(self) -> bool:
         """Whether the group owns a communicator that can be used."""
-        return self.state is GroupState.LIVE
+        return not isinstance(self.current, Offloaded)
+
+    @property
+    def last_error(self) -> str:
+        """Why it failed; empty if it did not."""
+        return self.current.reason if isinstance(self.current, Offloaded) else ""
 
     @property
     def history(self) -> History:
@@ -149,7 +171,7 @@ class ManagedGroup:
             shown = f"({self.desc}) {shown}"
         return (
             f"<ReloadableProcessGroup {self.name!r} {shown} "
-            f"{self.construction.backend} {self.state} generation {self.generation}>"
+            f"{self.construction.backend} {self.state.shown} generation {self.generation}>"
         )
 
     # -- its communicator -------------------------------------------------------------------
@@ -210,9 +232,7 @@ class ManagedGroup:
         # that was set since.
         if self.is_live:
             self._remember(inner)
-        self.state = state  # before `current`: of a live group, `current` is torch's group
-        self._put(Offloaded(self, self._kept_group(inner), reason))
-        self.last_error = reason
+        self._put(Offloaded(self, state, self._kept_group(inner), reason=reason))
         self._end_loans()
         tables.drop_generation(self.proxy)
         return inner
@@ -239,8 +259,8 @@ class ManagedGroup:
         """Replace the live group by a placeholder that keeps it; the caller suspends it."""
         inner = self.current
         self._remember(inner)
-        self.state = GroupState.OFFLOADED
-        self._put(Offloaded(self, self._kept_group(inner), suspended=inner))
+        kept = self._kept_group(inner)
+        self._put(Offloaded(self, GroupState.SUSPENDED, kept, suspended=inner))
         return inner
 
     def resume(self) -> None:
@@ -251,9 +271,7 @@ class ManagedGroup:
 
     def fail(self, reason: str) -> None:
         """Mark an offloaded group as failed, with the reason."""
-        self.state = GroupState.FAILED
-        self.last_error = reason
-        self.current.reason = reason
+        self._put(Offloaded(self, GroupState.FAILED, self.current.kept, reason=reason))
 
     def fall_back(self, generation: int) -> None:
         """Set the generation after an operation that failed, as all members do. Local."""
@@ -271,8 +289,7 @@ class ManagedGroup:
     def clear_failure(self) -> None:
         """Mark a failed group as offloaded, after a completed offload. Idempotent."""
         if self.state is GroupState.FAILED:
-            self.state = GroupState.OFFLOADED
-            self.last_error = self.current.reason = ""
+            self._put(Offloaded(self, GroupState.OFFLOADED, self.current.kept))
 
     def destroy(self, how: Callable[[Any], object]) -> None:
         """End the group for good. Waits for a running operation; idempotent.
@@ -286,8 +303,7 @@ class ManagedGroup:
             self.before_end()
         placeholder = self.current if isinstance(self.current, Offloaded) else None
         inner = self.current if placeholder is None else placeholder.kept
-        self.state = GroupState.DESTROYED
-        self._put(Offloaded(self, None))
+        self._put(Offloaded(self, GroupState.DESTROYED))
         self._end_loans()
         if placeholder is not None and placeholder.suspended is not None:
             placeholder.suspended.abort()  # a shutdown would need the peers
@@ -300,10 +316,9 @@ class ManagedGroup:
         parents = self.current, self.target
         self.loans = {}
         self.under_way = None
-        self.state = GroupState.FAILED
-        self.last_error = "This process was forked, and the communicator is its parent's."
-        self._put(Offloaded(self, None, self.last_error))
-        self.current.remedy = "Use it in the parent, or start the child with the 'spawn' method."
+        reason = "This process was forked, and the communicator is its parent's."
+        remedy = "Use it in the parent, or start the child with the 'spawn' method."
+        self._put(Offloaded(self, GroupState.FAILED, reason=reason, remedy=remedy))
         return parents
 
     # -- its timeouts -----------------------------------------------------------------------
@@ -334,18 +349,20 @@ class ManagedGroup:
 
     def _end_loans(self) -> None:
         for loan in list(self.loans.values()):
-            loan.known = replace(loan.known, ended=True)
+            loan.end()
 
     def _put(self, current: Any) -> None:
         """Dispatch to this live group or placeholder from now on."""
-        target = current
-        if self.under_way is not None:
+        self.current = target = current
+        if self.under_way is not None and self.state is not GroupState.DESTROYED:
             # A failure of another rank may still release the group, so only the operation's threads
             # use it. The backends that stay alive in an offload serve all threads.
             is_placeholder = isinstance(current, Offloaded)
             kept = current.kept if is_placeholder else self._kept_group(current)
-            target = Offloaded(self, kept, under_way=self.under_way, current=current)
-        self.current, self.target = current, target
+            target = Offloaded(
+                self, GroupState.RESERVED, kept, under_way=self.under_way, current=current
+            )
+        self.target = target
         proxy = self._proxy()
         if proxy is not None:  # the program may have deleted it during the operation
             proxy._inner = target
@@ -355,8 +372,6 @@ class ManagedGroup:
         if self.symm_mem:
             inner.use_pg_for_symm_mem_rendezvous = self.symm_mem
         self._put(inner)
-        self.state = GroupState.LIVE
-        self.last_error = ""
 
     def _remember(self, inner: Any) -> None:
         self._timeouts = self.current_timeouts()

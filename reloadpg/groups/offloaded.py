@@ -9,30 +9,49 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ..c10d import compiling, tables
 from ..errors import GroupDestroyedError, GroupOffloadedError
+from .creation import Construction
 from .dispatch import DISPATCHED, REMOVALS
 from .sets import TRAINER
 
-if TYPE_CHECKING:
-    from .managed import ManagedGroup
-
 
 class GroupState(str, Enum):
-    """The state of a reloadable group."""
+    """The states of a reloadable group. ``ManagedGroup`` has the methods that move between them.
+
+    ============  ======================================  ==========================================
+    state         its communicator                        left by
+    ============  ======================================  ==========================================
+    LIVE          in use                                  ``suspend``, ``detach``, ``destroy``
+    SUSPENDED     kept, without its memory                ``resume``, ``detach``, ``destroy``
+    OFFLOADED     none                                    ``attach``, ``fail``, ``destroy``
+    FAILED        none; or, after a fork, the parent's    ``attach``, ``clear_failure``, ``destroy``
+    DESTROYED     none, for good
+    RESERVED      an operation's, in any of these states  ``reserve(None)``
+    ============  ======================================  ==========================================
+
+    Only other threads find a group RESERVED; those of the operation find the state beneath.
+    """
 
     LIVE = "live"
+    SUSPENDED = "suspended"
     OFFLOADED = "offloaded"
     FAILED = "failed"
     DESTROYED = "destroyed"
+    RESERVED = "reserved"
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def shown(self) -> GroupState:
+        """The state for users, to whom a suspended group is offloaded."""
+        return GroupState.OFFLOADED if self is GroupState.SUSPENDED else self
 
 
 NEXT_CALL = {
@@ -79,43 +98,61 @@ class UnderWay:
             self._ended.wait()
 
 
+class Owner(Protocol):
+    """What a placeholder uses of its group's record."""
+
+    set_name: str
+    construction: Construction
+
+    @property
+    def name(self) -> str: ...
+
+    def set_timeout(self, timeout: timedelta, *, kept: bool = True) -> None: ...
+
+
 class Offloaded:
-    """The placeholder that a group without a live communicator dispatches to.
+    """The placeholder that a group in any state but LIVE dispatches to.
 
     Args:
+        owner: the group's record.
+        state: the group's state.
         kept: the backends of a mixed group that stay alive and still serve their devices.
         reason: why the group failed, for messages.
+        remedy: the call to make, if it differs from the one for the state.
         suspended: the group that torch created, if its communicator is suspended.
-        under_way: the operation whose threads have exclusive use of the group.
+        under_way: the operation whose threads have exclusive use of a reserved group.
         current: the live group or placeholder that these threads use.
     """
 
     def __init__(
         self,
-        owner: ManagedGroup,
-        kept: ProcessGroup | None,
+        owner: Owner,
+        state: GroupState,
+        kept: ProcessGroup | None = None,
+        *,
         reason: str = "",
+        remedy: str = "",
         suspended: ProcessGroup | None = None,
         under_way: UnderWay | None = None,
         current: Any = None,
     ) -> None:
         self._owner = weakref.ref(owner)
+        self.state = state
         self.kept = kept
         self.reason = reason
         self.suspended = suspended
         self.under_way = under_way
         self.current = current
-        self.remedy = ""
-        """The call to make, if it differs from the one for the state."""
+        self._remedy = remedy
 
     def refusal(self, operation: str) -> GroupOffloadedError | GroupDestroyedError:
         """Build the error for an operation that needs a communicator."""
         owner = self._owner()
-        state = GroupState.DESTROYED if owner is None else owner.state
+        state = GroupState.DESTROYED if owner is None else self.state.shown
         reload = "reloadpg.reload()"
         if owner is not None and owner.set_name != TRAINER:
             reload = f'reloadpg.reload("{owner.set_name}")'
-        if self.under_way is not None and owner is not None and state is not GroupState.DESTROYED:
+        if self.under_way is not None and owner is not None:
             what = self.under_way.operation
             return GroupOffloadedError(
                 f"{operation} on {owner!r}: {'an' if what == 'offload' else 'a'} {what} is "
@@ -128,7 +165,7 @@ class Offloaded:
         text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
         if self.reason:
             text += f" {self.reason}"
-        text = f"{text} {self.remedy or NEXT_CALL[state].format(reload=reload)}"
+        text = f"{text} {self._remedy or NEXT_CALL[state].format(reload=reload)}"
         if owner is None or state is GroupState.DESTROYED:
             return GroupDestroyedError(text)
         return GroupOffloadedError(text, group=owner.name, operation=operation)
@@ -157,7 +194,7 @@ class OffloadedBackend:
     supports_coalescing = False
     supports_splitting = False
 
-    def __init__(self, placeholder: Offloaded, owner: ManagedGroup, device: str) -> None:
+    def __init__(self, placeholder: Offloaded, owner: Owner, device: str) -> None:
         self._placeholder = placeholder
         self._owner = owner
         self._device = device

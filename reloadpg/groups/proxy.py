@@ -45,8 +45,10 @@ class ReloadableProcessGroup(Dispatch):
         generation: the job's number of reloads, of any set, when its communicator was built; 0 if
             the original call has built it. It changes with each rebuild, and is not their number:
             a group that is created after one reload has 2 after its first rebuild.
-        state: :class:`GroupState`.
+        state: :class:`GroupState`; a suspended group is offloaded.
     """
+
+    _managed: ManagedGroup
 
     def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
         self._rank, self._size = construction.rank, len(construction.members)
@@ -68,7 +70,7 @@ class ReloadableProcessGroup(Dispatch):
 
     @property
     def state(self) -> GroupState:
-        return self._managed.state
+        return self._managed.state.shown
 
     # -- identity: available in every state -------------------------------------------------
 

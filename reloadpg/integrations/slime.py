@@ -198,7 +198,7 @@ class _AnyReloadableGroup(type):
     """``isinstance`` with the class below is true for every reloadable group."""
 
     @property
-    def GROUPS(cls) -> dict[int, list[_Group]]:  # noqa: N802 - slime's name
+    def GROUPS(cls) -> dict[int, list[dist.ProcessGroup]]:  # noqa: N802 - slime's name
         """The reloadable groups of this process except the default group, by process id."""
         groups = managed_groups()
         return {os.getpid(): [one.proxy for one in groups if not one.construction.is_world]}

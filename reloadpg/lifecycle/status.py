@@ -101,7 +101,7 @@ def _group_status(group: ManagedGroup, asks: bool) -> GroupStatus:
         group.desc,
         group.construction.ranks,
         group.construction.backend,
-        group.state.value,
+        group.state.shown.value,
         group.generation,
         selected[0] if selected else None,
         group.last_error,
