@@ -94,11 +94,17 @@ def __getattr__(name: str) -> Any:
 
 
 def _observe_installations() -> None:
+    """Let each installation start what builds on the core. Local, idempotent."""
     from .lifecycle.install import observers
+
+    if _observe not in observers:
+        observers.append(_observe)
+
+
+def _observe() -> None:
     from .observability import start
 
-    if start not in observers:
-        observers.append(start)
+    start()
 
 
 def __dir__() -> list[str]:

@@ -160,12 +160,12 @@ class Construction:
     devices: Mapping[str, str]
     selected: tuple[str, ...]
     rank: int
-    desc: str
-    defaults: tuple[object, timedelta | None]
-    place: Order | None
+    desc: str = ""
+    defaults: tuple[object, timedelta | None] = (None, None)
+    place: Order | None = None
 
     @classmethod
-    def of(
+    def recorded(
         cls,
         call: Call,
         group: ProcessGroup,

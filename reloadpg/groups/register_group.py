@@ -67,7 +67,7 @@ def register_group(
         )
     entry, place = tables.entry_of(group), (*HANDED_OVER, tables.name_of(group))
     call, devices = Call(rebuild, (), {}), tuple(entry.devices)
-    construction = Construction.of(call, group, entry, devices, place=place)
+    construction = Construction.recorded(call, group, entry, devices, place=place)
     proxy = ReloadableProcessGroup(group, construction)
     proxy._managed.set_name = set_name
     return proxy

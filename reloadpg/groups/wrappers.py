@@ -181,7 +181,9 @@ def _manage(
         creation.forget_parent(parents[0])
     if call.kwargs or len(call.args) > 1:
         call.forget_parent()  # the split is done
-    proxy = ReloadableProcessGroup(group, Construction.of(call, group, entry, devices, parents))
+    proxy = ReloadableProcessGroup(
+        group, Construction.recorded(call, group, entry, devices, parents)
+    )
     if set_name != TRAINER:
         proxy._managed.set_name = set_name
     return proxy
@@ -216,7 +218,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
         call = Call(creation.original("init_process_group"), (), {})
         timeout = next(iter(backends.get_timeouts(world, devices).values()), None)
         defaults = backends.options_of(world, devices), timeout
-    construction = Construction.of(call, world, entry, devices, defaults, WORLD_ORDER)
+    construction = Construction.recorded(call, world, entry, devices, defaults, WORLD_ORDER)
     creation.complete_ranks(world, tuple(entry.devices))
     proxy = ReloadableProcessGroup(world, construction)
     registry.after_world()

@@ -24,9 +24,9 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
+from reloadpg.lifecycle import install
 from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.lifecycle.job import jobs
-from reloadpg.observability import publish
 
 HOMES = (dist, distributed_c10d, device_mesh)
 TIMEOUT = timedelta(seconds=20)
@@ -224,7 +224,7 @@ def test_no_lock_is_held_while_a_callback_of_the_installation_runs(monkeypatch):
         thread.join(60.0)
         ended.append(not thread.is_alive())
 
-    monkeypatch.setattr(publish, "start", elsewhere)
+    monkeypatch.setattr(install, "observers", [elsewhere])
     callbacks.uninstall.append(elsewhere)
     reloadpg.install(backends="gloo", min_size=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -20,7 +20,6 @@ from helpers.launching import distribution
 from helpers.sampling import sampled
 
 import reloadpg
-from reloadpg.lifecycle import install
 
 PACKAGE = Path(reloadpg.__file__).parent
 ENTRY_POINT = ("torch.backends", "reloadpg", "_reloadpg_activation:activate")
@@ -348,6 +347,6 @@ def test_the_defaults_are_those_of_install(value):
 
 def test_ctrl_c_during_import_torch_ends_the_program(environment):
     environment.setenv("RELOADPG_AUTOINSTALL", "1")
-    environment.setattr(install, "install", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    environment.setattr(reloadpg, "install", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         activate()
