@@ -5,6 +5,7 @@ created them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ..c10d import backends, devices, nccl, stores, tables
