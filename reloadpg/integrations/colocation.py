@@ -16,7 +16,8 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from .. import offload, reload, status
@@ -38,6 +39,11 @@ from .torch_memory_saver import MemorySaver
 __all__ = ["ColocationError", "colocated"]
 
 logger = logging.getLogger("reloadpg")
+
+Action = Callable[[], object]
+
+STILL_DUE = object()
+"""Returned by a step back that could not be made yet and has not failed."""
 
 
 class ColocationError(ReloadpgError):
@@ -141,10 +147,11 @@ class colocated:  # noqa: N801 - used like a function
                 'set; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
             )
         self._saver: MemorySaver | None = saver
-        self._copied = True
+        self._block, self._owed = Block(self._trainer_sets), ExitStack()
+        self._failures: list[tuple[str, Exception]] = []
+        self._left: list[tuple[str, Action]] = []
         self._pending: Pending | None = None
-        self._block = Block(self._trainer_sets)
-        self._engine_live = self._inside = self._awake = False
+        self._copied, self._inside, self._awake = True, False, False
         self.steps: list[tuple[str, float]] = []
         self.offload_report: Report | None = None
         self.reload_report: Report | None = None
@@ -210,8 +217,7 @@ class colocated:  # noqa: N801 - used like a function
         Raises:
             ColocationError: a step failed again.
         """
-        failures = self._way_back()
-        if failures:
+        if failures := self._way_back():
             raise self._error("restore", failures)
 
     def __enter__(self) -> colocated:
@@ -224,14 +230,14 @@ class colocated:  # noqa: N801 - used like a function
         self._step("synchronize", devices.synchronize)
         # Fails on all ranks, with an error that names the remedy: nothing to undo here.
         block = Block(self._trainer_sets)
-        self.offload_report = self._step(
-            "offload groups", lambda: block.enter(connect=self._connect)
-        )
+        self.offload_report = self._step("offload groups", partial(block.enter, self._connect))
         self._block, self._inside, self._copied = block, True, self._copy_back is None
-        step = ""
+        self._owed, step = ExitStack(), ""
         try:
-            for step, action in self._way_in():
-                self._step(step, action)
+            for step, enter, back, leave in self._steps():
+                self._owed.callback(self._undo, back, leave)  # after a failure of enter, too
+                if enter is not None:
+                    self._step(step, enter)
         except BaseException as error:
             failures = self._way_back()
             if not isinstance(error, Exception):
@@ -252,52 +258,44 @@ class colocated:  # noqa: N801 - used like a function
 
     # -- steps ------------------------------------------------------------------------------
 
-    def _way_in(self) -> list[tuple[str, Callable[[], object]]]:
-        steps: list[tuple[str, Callable[[], object]]] = [("empty cache", self._empty_cache)]
+    def _steps(self) -> Iterator[tuple[str, Action | None, str, Action]]:
+        """The steps after the offload, each with its step back. Those are made in reverse order."""
+        yield "", None, "reload groups", self._reload
+        if self._copy_back is not None:
+            yield "", None, "copy weights back", self._copy_weights_back
+        yield "empty cache", self._empty_cache, "empty cache", devices.empty_cache
         if self._saver is not None:
-            steps.append(("pause saver", self._saver.pause_all))
-        if self._engine_groups is not None:
-            steps.append(("reload engine's groups", self._reload_engine_groups))
-        if self._engine is not None and self._wake_tags != []:
-            steps.append(("wake engine", self._wake_engine))
-        return steps
+            yield "pause saver", self._saver.pause_all, "resume saver", self._saver.resume_all
+        if (named := self._engine_groups) is not None:
+            come, go = partial(reload, named, connect=self._connect), partial(offload, named)
+            yield "reload engine's groups", come, "offload engine's groups", go
+        if self._engine is not None:
+            wake = None if self._wake_tags == [] else self._wake_engine
+            yield "wake engine", wake, "put engine to sleep", self._sleep_engine
 
     def _way_back(self) -> list[tuple[str, Exception]]:
-        """Run all remaining steps of the exit; return the failures."""
-        steps: list[tuple[str, Callable[[], object]]] = []
-        if self._awake and self._engine is not None:
-            steps.append(("put engine to sleep", self._sleep_engine))
-        if self._engine_live:
-            steps.append(("offload engine's groups", self._offload_engine_groups))
-        if self._saver is not None:
-            steps.append(("resume saver", self._saver.resume_all))
-        reloads = self._block.is_offloaded
-        if reloads:
-            steps.append(("empty cache", devices.empty_cache))
-        if not self._copied:
-            if reloads:
-                steps.append(("begin reload", self._begin_reload))
-            steps.append(("copy weights back", self._copy_weights_back))
-        if reloads:
-            steps.append(("reload groups", self._reload))
-        failures: list[tuple[str, Exception]] = []
+        """Make all steps back that are due; return the failures, which stay due."""
+        self._failures, self._left = [], []
         try:
-            for step, action in steps:
-                try:
-                    self._step(step, action)
-                except Exception as error:
-                    failures.append((step, error))
-        finally:  # also after an interrupt
-            if self._pending is not None:
-                try:
-                    self._reload()
-                except Exception as failed:
-                    self._log([("reload groups", failed)])
+            self._owed.close()  # makes all of them, also after an interrupt
+        finally:
+            for step in reversed(self._left):
+                self._owed.callback(self._undo, *step)
             self._block.close()
             self._inside = self._block.is_offloaded
-        return failures
+        return self._failures
 
-    def _step(self, name: str, action: Callable[[], Any]) -> Any:
+    def _undo(self, step: str, action: Action) -> None:
+        done = False
+        try:
+            done = self._step(step, action) is not STILL_DUE
+        except Exception as error:
+            self._failures.append((step, error))
+        finally:
+            if not done:
+                self._left.append((step, action))
+
+    def _step(self, name: str, action: Action) -> Any:
         begun = time.perf_counter()
         try:
             return action()
@@ -313,51 +311,43 @@ class colocated:  # noqa: N801 - used like a function
         if self.wake_up(self._wake_tags) is False and self._wake_tags is None:
             raise ReloadpgError("wake_up() without tags left the engine partly asleep")
 
-    def _reload_engine_groups(self) -> None:
-        self._engine_live = True  # after a failed reload, too, it must be offloaded
-        reload(str(self._engine_groups), connect=self._connect)
-
-    def _offload_engine_groups(self) -> None:
-        offload(str(self._engine_groups))
-        self._engine_live = False
-
     def _sleep_engine(self) -> None:
-        if self._engine is not None:
+        if self._awake and self._engine is not None:
             self._engine.sleep()
         self._awake = False
 
-    def _begin_reload(self) -> None:
-        self._pending = reload(*self._block.due, connect=self._connect, wait=False)
-
-    def _copy_weights_back(self) -> None:
+    def _copy_weights_back(self) -> object:
+        """Copy while the reload runs, which :meth:`_reload` waits for."""
+        if self._block.is_offloaded:
+            begin = partial(reload, *self._block.due, connect=self._connect, wait=False)
+            self._pending = self._step("begin reload", begin)
         if self._copy_back is None or (self._saver is not None and self._saver.paused):
-            return  # the saver failed, so there is no memory to copy to
+            return STILL_DUE  # the saver failed, so there is no memory to copy to
         self._copy_back()
         self._copied = True
+        return None
 
     def _reload(self) -> None:
         # If a saver could not be resumed on a rank, this fails on all ranks.
         pending, self._pending = self._pending, None
-        if pending is None:
-            self.reload_report = reload(*self._block.due, connect=self._connect)
-        else:
+        if pending is not None:
             self.reload_report = pending.result()
+        elif self._block.is_offloaded:
+            self.reload_report = reload(*self._block.due, connect=self._connect)
 
     # -- messages ---------------------------------------------------------------------------
 
     def _error(self, doing: str, failures: list[tuple[str, Exception]]) -> ColocationError:
         told = "; ".join(f"{step}: {type(error).__name__}: {error}" for step, error in failures)
-        paused = self._saver.paused if self._saver is not None else ()
-        left = [
-            f"groups {status().state}",
-            f"saver {'paused (' + ', '.join(paused) + ')' if paused else 'active'}",
-            f"engine {'awake' if self._awake else 'asleep'}",
-            *([] if self._copied else ["weights not copied back"]),
-        ]
+        paused = ", ".join(self._saver.paused) if self._saver is not None else ""
         failure = ColocationError(
             f"colocated: could not {doing} the block on this rank: {told}. All other steps of the "
-            f"exit were run. State now: {', '.join(left)}. Once the cause is fixed, call restore() "
-            "on the object that colocated() returned, on all ranks if their groups are not live.",
+            f"exit were run. State now: groups {status().state}, "
+            f"saver {f'paused ({paused})' if paused else 'active'}, "
+            f"engine {'awake' if self._awake else 'asleep'}"
+            f"{'' if self._copied else ', weights not copied back'}. Once the cause is fixed, call "
+            "restore() on the object that colocated() returned, on all ranks if their groups are "
+            "not live.",
             failures,
             self,
         )
@@ -392,48 +382,48 @@ class _Engine:
         def has(method: str) -> bool:
             return callable(getattr(engine, method, None))
 
-        found = [pair for pair in self.METHODS if all(map(has, pair))]
-        if not found:
+        sleep, wake = next((pair for pair in self.METHODS if all(map(has, pair))), ("", ""))
+        if not sleep:
             raise InvalidOptionError(
                 f"colocated(engine={engine!r}): it has neither vLLM's sleep() and wake_up() nor "
                 "SGLang's release_memory_occupation() and resume_memory_occupation(); nothing was "
                 "changed. Wrap it in an object with one of these pairs."
             )
-        self._engine, self._name = engine, type(engine).__qualname__
-        self._sleep, self._wake = found[0]
-        self._options = {"level": level} if self._sleep == "sleep" else {}
-        method = getattr(engine, self._sleep)
-        # Methods of a Ray actor are called by .remote(), which returns at once.
-        if inspect.iscoroutinefunction(method) or hasattr(method, "remote"):
-            raise self._asynchronous(f"{self._sleep}()")
-        if tags and not _takes_tags(getattr(engine, self._wake)):
+        options = {"level": level} if sleep == "sleep" else {}
+        self.sleep: Callable[[], object] = partial(_blocking(engine, sleep), **options)
+        self._wake = _blocking(engine, wake)
+        if tags and not _takes_tags(getattr(engine, wake)):
             raise InvalidOptionError(
-                f"colocated(engine={self._name}, wake_tags={tags!r}): its {self._wake}() takes no "
-                "tags; nothing was changed. Leave wake_tags out, or pass an engine that wakes by "
-                "tag."
+                f"colocated(engine={type(engine).__qualname__}, wake_tags={tags!r}): its {wake}() "
+                "takes no tags; nothing was changed. Leave wake_tags out, or pass an engine that "
+                "wakes by tag."
             )
 
     def wake_up(self, tags: list[str] | None) -> bool | None:
-        result = self._call(self._wake, {} if tags is None else {"tags": tags})
+        result = self._wake(**({} if tags is None else {"tags": tags}))
         return result if isinstance(result, bool) else None
 
-    def sleep(self) -> None:
-        self._call(self._sleep, self._options)
 
-    def _call(self, method: str, options: dict[str, Any]) -> Any:
-        result = getattr(self._engine, method)(**options)
+def _blocking(engine: Any, name: str) -> Callable[..., Any]:
+    """A method that must block. Those of a Ray actor are called by remote() and return at once."""
+    method = getattr(engine, name)
+    asynchronous = InvalidOptionError(
+        f"colocated(engine={type(engine).__qualname__}): {name}() is asynchronous but must block; "
+        "it was not awaited. Pass an object whose methods wait for it (asyncio.run, "
+        "run_until_complete, ray.get)."
+    )
+    if inspect.iscoroutinefunction(method) or hasattr(method, "remote"):
+        raise asynchronous
+
+    def call(**options: Any) -> Any:
+        result = method(**options)
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()  # otherwise Python also warns that it was never awaited
-            raise self._asynchronous(f"{method}()")
+            raise asynchronous
         return result
 
-    def _asynchronous(self, method: str) -> InvalidOptionError:
-        return InvalidOptionError(
-            f"colocated(engine={self._name}): {method} is asynchronous but must block; it was not "
-            "awaited. Pass an object whose methods wait for it (asyncio.run, run_until_complete, "
-            "ray.get)."
-        )
+    return call
 
 
 def _takes_tags(method: Callable[..., Any]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import finalize, ref
@@ -36,16 +36,26 @@ class MemorySaver:
     """A wrapper around a memory saver that knows the state of the groups. Not thread-safe.
 
     ``pause`` and ``resume`` have the saver's signatures and record what is paused; all other
-    attributes (``region``, ``disable``, settings) are the saver's. While memory of the trainer is
-    paused, :func:`reloadpg.offload` and :func:`reloadpg.reload` fail on all ranks. Calls on the
-    saver itself are not recorded, so use this object everywhere.
+    attributes (``region``, ``disable``, settings) are the saver's. Calls on the saver itself are
+    not recorded, so use this object everywhere. The rules, for memory of the trainer:
+
+    =============================  =================================================================
+    call                           allowed
+    =============================  =================================================================
+    ``pause(tag)``, ``pause()``    while no group of ``sets`` is live
+    ``offload()``, ``reload()``    while none of the trainer's memory is paused, on all ranks
+    ``pause()``, ``resume()``      while all memory is in one state; otherwise call them by tag
+    =============================  =================================================================
+
+    A call for what is in that state already does nothing.
 
     Args:
         saver: an object with ``pause(tag)`` and ``resume(tag)``; None for the process's
             ``torch_memory_saver``.
         tags: the tags of the trainer's memory, in the order in which to pause them; None for all
-            memory at once. Other tags (of a rollout engine in the same process) may be paused and
-            resumed at any time.
+            memory at once. Other tags may be paused and resumed at any time: those of a rollout
+            engine in the same process, or of a buffer that is paused while groups are live, such as
+            miles' ``param_buffer``. Communicators must not be created in the region of such a tag.
         sets: the sets of groups to check; None for all. Use ``"trainer"`` if a rollout engine has
             groups in the same processes.
 
@@ -56,6 +66,8 @@ class MemorySaver:
         ImportError: ``saver`` is None and torch_memory_saver is not installed.
         InvalidOptionError: ``saver`` cannot pause and resume, or ``tags`` is empty or a string.
     """
+
+    sets: frozenset[str]
 
     def __init__(
         self,
@@ -69,35 +81,26 @@ class MemorySaver:
                 f"MemorySaver(tags={tags!r}): not a sequence of tags; nothing was changed. Pass "
                 'for example ["default"], or None for all memory.'
             )
-        if isinstance(saver, MemorySaver):
-            raise InvalidOptionError(
-                "MemorySaver(saver): already a MemorySaver; nothing was changed. Use it directly."
-            )
         if saver is None:
-            module = framework(
-                "torch_memory_saver",
-                "torch_memory_saver (or pass an object with its methods)",
-                "torch_memory_saver",
-                error=ImportError,
+            name = "torch_memory_saver"
+            install = f"{name} (or pass an object with its methods)"
+            saver = framework(name, install, name, error=ImportError).torch_memory_saver
+        can = all(callable(getattr(saver, method, None)) for method in ("pause", "resume"))
+        if isinstance(saver, MemorySaver) or not can:
+            why = "it is a MemorySaver" if can else "it has no pause() and resume()"
+            raise InvalidOptionError(
+                f"MemorySaver({saver!r}): {why}; nothing was changed. Pass torch_memory_saver's "
+                "object, or one with its methods."
             )
-            saver = module.torch_memory_saver
         self._saver = saver
-        for method in ("pause", "resume"):
-            if not callable(getattr(self._saver, method, None)):
-                raise InvalidOptionError(
-                    f"MemorySaver({self._saver!r}): it has no {method}(); nothing was changed. "
-                    "Pass torch_memory_saver's object, or one with its methods."
-                )
         self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
+        self._everything = False  # whether memory is paused, except the tags in _apart
+        self._apart: set[str] = set()
+        self._untracked = False
         named = named_sets(() if sets is None else sets, "MemorySaver")
         object.__setattr__(self, "sets", named)
-        self._everything = False
-        self._apart: set[str] = set()  # tags whose state differs from the rest
-        self._untracked = False
         self._watch = finalize(self, _watch(ref(self), named).close)
         self._watch.atexit = False
-
-    sets: frozenset[str]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -114,36 +117,28 @@ class MemorySaver:
         """Stop checking the lifecycle. Local, idempotent; the saver is unchanged."""
         self._watch()
 
-    # -- the saver's methods ------------------------------------------------------------------
-
     def pause(self, tag: str | None = None) -> None:
         """Pause the memory of a tag, or all memory. Local; idempotent.
 
         Raises:
-            MemorySaverError: groups are live and the tag is the trainer's, or all memory was
-                requested and some of it is already paused; nothing was changed.
+            MemorySaverError: the rules do not allow it, and nothing was changed; or the saver
+                failed: the cause is chained.
         """
-        if self.is_paused(tag):
-            return
-        live = [g for g in managed_groups() if g.is_live and concerns(self.sets, [g.set_name])]
-        if live and (tag is None or self._tags == (None,) or tag in self._tags):
-            raise MemorySaverError(
-                f"pause(tag={tag!r}): {counted(len(live), 'group')} "
-                f"{'is' if len(live) == 1 else 'are'} live, first {live[0]!r}; their "
-                "memory would be released while they use it. Nothing was changed. Call "
-                "reloadpg.offload() on all ranks first."
-            )
-        self._switch(tag, self._saver.pause, "pause")
+        self._switch(tag, "pause")
 
     def resume(self, tag: str | None = None) -> None:
-        """Resume the memory of a tag, or all memory. Local; idempotent.
+        """Resume the memory of a tag, or all memory. Local; idempotent. Raises as :meth:`pause`."""
+        self._switch(tag, "resume")
 
-        Raises:
-            MemorySaverError: all memory was requested and only some of it is paused; nothing was
-                changed.
-        """
-        if self._everything or self._apart if tag is None else self.is_paused(tag):
-            self._switch(tag, self._saver.resume, "resume")
+    def pause_all(self) -> None:
+        """Pause the trainer's tags, as :meth:`pause` does. Local; idempotent."""
+        for tag in self._tags:
+            self.pause(tag)
+
+    def resume_all(self) -> None:
+        """Resume the trainer's tags, last one first. Local; idempotent."""
+        for tag in reversed(self._tags):
+            self.resume(tag)
 
     def is_paused(self, tag: str | None = None) -> bool:
         """Whether the memory of a tag is paused; for None, whether all memory is. Local."""
@@ -155,54 +150,42 @@ class MemorySaver:
     def paused(self) -> tuple[str, ...]:
         """The trainer's paused tags; ``("*",)`` for all memory. Local."""
         if self._tags == (None,):
-            if self._everything:
-                return ("*",)
-            return tuple(sorted(self._apart))
+            return ("*",) if self._everything else tuple(sorted(self._apart))
         return tuple(tag for tag in self._tags if tag is not None and self.is_paused(tag))
 
-    def _switch(self, tag: str | None, action: Any, name: str) -> None:
+    def _switch(self, tag: str | None, call: str) -> None:
+        """Make a call of the saver, if the rules allow it and it has an effect."""
+        pauses = call == "pause"
+        if self.is_paused(tag) == pauses and not (tag is None and self._apart):
+            return
+        live = [g for g in managed_groups() if g.is_live and concerns(self.sets, [g.set_name])]
+        if pauses and live and (tag is None or {tag, None}.intersection(self._tags)):
+            hint = "; or, if no communicator has this tag, pass the trainer's other tags: "
+            hint = f"{hint}MemorySaver(tags=[...])" if tag else ""
+            raise MemorySaverError(
+                f"pause(tag={tag!r}): {counted(len(live), 'group')} "
+                f"{'is' if len(live) == 1 else 'are'} live, first {live[0]!r}; their memory would "
+                "be released while they use it. Nothing was changed. Call reloadpg.offload() on "
+                f"all ranks first{hint}."
+            )
         if tag is None and self._apart:
             raise MemorySaverError(
-                f"{name}(): the tags {sorted(self._apart)} are "
+                f"{call}(): the tags {sorted(self._apart)} are "
                 f"{'active' if self._everything else 'paused'} but the rest is not; the saver "
-                f"would end the process. Nothing was changed. Call {name}(tag) for each tag."
+                f"would end the process. Nothing was changed. Call {call}(tag) for each tag."
             )
-        action(tag)
+        try:
+            getattr(self._saver, call)(tag)
+        except Exception as cause:
+            raise MemorySaverError(
+                f"{call}(tag={tag!r}): the memory saver failed: {type(cause).__name__}: {cause}. "
+                f"Paused now: {', '.join(self.paused) or 'nothing'}. Call {call}_all() again; it "
+                "continues where it stopped."
+            ) from cause
         if tag is None:
-            self._everything = not self._everything
+            self._everything = pauses
         else:
             self._apart ^= {tag}
-
-    # -- the trainer's tags ---------------------------------------------------------------------
-
-    def pause_all(self) -> None:
-        """Pause each of the trainer's tags that is not paused yet. Local; idempotent.
-
-        Raises:
-            MemorySaverError: see :meth:`pause`, or the saver failed; the cause is chained.
-        """
-        self._each(self._tags, self.pause, "pause")
-
-    def resume_all(self) -> None:
-        """Resume each of the trainer's tags that is paused, last one first. Local; idempotent.
-
-        Raises:
-            MemorySaverError: see :meth:`resume`, or the saver failed; the cause is chained.
-        """
-        self._each(tuple(reversed(self._tags)), self.resume, "resume")
-
-    def _each(self, tags: tuple[str | None, ...], action: Any, name: str) -> None:
-        for tag in tags:
-            try:
-                action(tag)
-            except MemorySaverError:
-                raise
-            except Exception as cause:
-                raise MemorySaverError(
-                    f"{name}(tag={tag!r}): the memory saver failed: {type(cause).__name__}: "
-                    f"{cause}. Paused now: {', '.join(self.paused) or 'nothing'}. Call "
-                    f"{name}_all() again; it continues where it stopped."
-                ) from cause
 
     @contextmanager
     def outside_account(self) -> Iterator[None]:
@@ -217,33 +200,25 @@ class MemorySaver:
         """
         before, self._untracked = self._untracked, True
         try:
-            with ExitStack() as stack:
-                if self.paused and not before:
-                    self._disable(stack)
+            with nullcontext() if before or not self.paused else self._disabled():
                 yield
         finally:
             self._untracked = before
 
-    def _disable(self, stack: ExitStack) -> None:
+    def _disabled(self) -> AbstractContextManager[object]:
         if not hasattr(self._saver, "disable"):
             raise MemorySaverError(
                 f"cannot reload groups while {', '.join(self.paused)} is paused: the memory saver "
                 "has no disable(), so it would record their memory. Nothing was changed. Call "
                 "resume_all() first."
             )
+        stack = ExitStack()
         try:
             stack.enter_context(self._saver.disable())
         except (AssertionError, NotImplementedError) as error:
             # The saver records only allocations in its regions (hook mode "torch", XPU).
             logger.debug("memory saver: disable() is not for this mode: %s", error)
-
-    def _refuse(self, operation: str) -> None:
-        if self.paused and not self._untracked:
-            raise MemorySaverError(
-                f"{operation} while {', '.join(self.paused)} is paused: the memory saver would end "
-                "the process at its next pause or resume. Call resume_all() first; for a weight "
-                "update in a rollout, use the groups_live() of colocated()."
-            )
+        return stack
 
 
 def _watch(saver: ref[MemorySaver], sets: frozenset[str]) -> ExitStack:
@@ -254,11 +229,15 @@ def _watch(saver: ref[MemorySaver], sets: frozenset[str]) -> ExitStack:
 
     def refuse(operation: str) -> None:
         there = saver()
-        if there is not None:
-            there._refuse(operation)
+        if there is not None and there.paused and not there._untracked:
+            raise MemorySaverError(
+                f"{operation} while {', '.join(there.paused)} is paused: the memory saver would "
+                "end the process at its next pause or resume. Call resume_all() first; for a "
+                "weight update in a rollout, use the groups_live() of colocated()."
+            )
 
-    name = "memory saver order"
     removals = ExitStack()
     for at, operation in ((callbacks.offload, "offload"), (callbacks.before_reload, "reload")):
-        removals.callback(register(at, Callback(name, partial(refuse, operation), sets)))
+        entry = Callback("memory saver order", partial(refuse, operation), sets)
+        removals.callback(register(at, entry))
     return removals
