@@ -100,6 +100,14 @@ def test_links_and_figures_exist() -> None:
     assert broken == []
 
 
+def test_the_tests_that_contributing_names_exist() -> None:
+    """Its table says which of them proves what."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`(?:tests/)?((?:\w+/)?test_\w+\.py)`", text)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
 def test_all_pages_together_have_at_most_16_000_words() -> None:
     """What a user does not ask for, and reasons that only a developer needs, are not in a page."""
     assert sum(len(page.read_text().split()) for page in PAGES) <= 16_000
