@@ -121,6 +121,9 @@ class Clients:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Store, float]] = {}
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def is_ready(self, number: int) -> bool:
         """Whether :meth:`of` sends no request. Local."""
         return number in self._kept and time.monotonic() - self._kept[number][1] <= IDLE_S

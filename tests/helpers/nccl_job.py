@@ -124,12 +124,12 @@ def held() -> Held:
         except OSError:  # the thread has ended
             continue
     # A creating thread connects its store client when it first takes a group, and keeps it.
-    kept = jobs.known.creation_stores if jobs.known is not None else {}
+    kept = 0 if jobs.known is None else len(jobs.known.creation_stores)
     return Held(
         standins.communicators(),
         used() - (torch.cuda.memory_reserved() + standins.left_bytes()) // MIB,
         sum(name != "standin-stream" for name in names),  # these end when they are idle
-        len(os.listdir("/proc/self/fd")) - len(kept),
+        len(os.listdir("/proc/self/fd")) - kept,
     )
 
 

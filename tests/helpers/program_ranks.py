@@ -501,8 +501,9 @@ class Player:
         """A cycle, after which nothing is left of what was before."""
         reloadpg.offload()
         reloadpg.reload()
-        for group in self._groups.values():  # also connects each group
-            self._value(group, "all_reduce")
+        for group in self._groups.values():  # also connects each group: NVIDIA's NCCL takes more
+            for kind in ("all_reduce", *["ring"] * self.program.on_nccl):  # memory for each kind
+                self._value(group, kind)
         self.share()  # a rank that ends a collective may still be needed by another
         if not self.program.on_nccl:
             keys = base_store().num_keys() - self.program.size * self._shared - self._own
