@@ -141,9 +141,10 @@ class Decision:
             whose = "its" if len(self.stuck) == 1 else "their"
             text += (
                 f" {named_ranks(self.stuck).capitalize()} did not finish {whose} own work; "
-                f"{self.doing}. Possible causes: a peer that never joined, a buffer of another "
-                "library that still uses the communicator, or a CUDA graph that captured its "
-                "collectives."
+                f"{self.doing}. Possible causes: a peer that never joined, an operation that still "
+                "waits on the device for a rank (reloadpg.recovery.recover() ends it), a buffer of "
+                "another library that still uses the communicator, or a CUDA graph that captured "
+                "its collectives."
             )
         if self.text:
             text += f" Before this call, {self.text}."

@@ -214,6 +214,24 @@ def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) 
     assert summed(None, rank) == 3.0
 
 
+@on_engines(2)
+def test_recover_ends_the_operation_that_an_offload_has_waited_for(engine: str, rank: int) -> None:
+    """It still runs on the device, so the next step would wait for it: the error names the call."""
+    start(rank, timeout=BOUND)
+    group: Any = dist.new_group([0, 1])
+    assert summed(group, rank) == summed(None, rank) == 3.0
+    if rank == 0:
+        dist.all_reduce(torch.ones(1).cuda(), group=group, async_op=True)  # not on rank 1
+    with pytest.raises(reloadpg.RendezvousTimeoutError, match=r"recover\(\) ends it"):
+        reloadpg.offload()
+    assert not reloadpg.reload().changed
+    reloadpg.recovery.recover()
+    assert summed(group, rank) == 3.0
+    reloadpg.offload()
+    assert standins.communicators() == 0
+    reloadpg.reload()
+
+
 @pytest.mark.skipif(
     not hasattr(dist.distributed_c10d, "shrink_group"), reason="this torch cannot shrink groups"
 )
