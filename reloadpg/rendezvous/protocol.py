@@ -316,6 +316,14 @@ class Rank:
             )
         return now
 
+    def is_requested(self, recovery: int) -> bool:
+        """Whether this rank has not joined the last recovery that was requested.
+
+        Args:
+            recovery: its number; see :class:`Current`.
+        """
+        return recovery >= self.next
+
     def refuse(self, operation: str, decision: Decision) -> Steps:
         """End the open operation for all ranks: this one has failed before it has entered its
         next one. Returns how it ended.

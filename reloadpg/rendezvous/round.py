@@ -210,7 +210,7 @@ class Rendezvous:
                 now = self.drive(self.state.read(), Deadline("flag", _BRIEF_S))
                 self._requested, pause = now.recovery, self.pause_s
             self._ask_again = time.monotonic() + pause
-        return self._requested >= self.state.next
+        return self.state.is_requested(self._requested)
 
     # -- the store --------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -179,6 +180,8 @@ def call(one: Rank, operation: str, groups: Groups, case: Scenario) -> Generator
     """One call on one rank, as ``Operation`` and ``Round`` make it."""
     while True:
         result = yield from one_operation(one, operation, groups, case)
+        if case.names and "recover" in case.outcomes:
+            yield from asked(one, operation, result)
         groups = groups.after(operation, result)
         if not result.whole:
             return result._replace(groups=groups)
@@ -248,6 +251,16 @@ def one_operation(
         whole = decision.generation if operation == "reload" else 0
         recovers = decision.kind == "recover"
         return Result(number, ended_at, "early", told, recovers, whole, decision=decision)
+
+
+def asked(one: Rank, operation: str, result: Result) -> Generator[Any, Any, None]:
+    """``recovery_requested`` after a call, compared with how that has ended."""
+    with suppress(StoreLost, KeyboardInterrupt, GaveUp):
+        now = yield from one.read()
+        joined = operation == "recover" and result.end == "ok" and now.recovery <= result.number
+        requested = one.is_requested(now.recovery)
+        if (result.error == "recover" and not requested) or (joined and requested):
+            raise Violation(f"rank {one.rank} reads of recovery {now.recovery}: {requested}")
 
 
 def looked(one: Rank) -> Generator[Any, Any, None]:
@@ -534,7 +547,7 @@ class Explorer:
         """The worlds after a rank has got a reply."""
         after, result = self.step(world.seats[rank], reply)
         if result is not None:
-            if rank == 0 and (self.case.names or self.case.states):
+            if rank == 0 and "recover" not in self.case.outcomes:
                 self.leaves_last(world, result)
             world = self.check(world, rank, result)
             self.check_errors(world, after)
@@ -595,7 +608,7 @@ class Explorer:
 
     def deaths(self, world: World, rank: int, command: Command | Work) -> list[World]:
         """The worlds after this rank has noticed that another one has crashed."""
-        if not isinstance(command, (Await, Work)):
+        if not isinstance(command, (Await, Work)) or getattr(command, "key", "").endswith(NAMED):
             return []
         found: list[World] = []
         if self.seats.values[world.seats[rank]].errors < self.case.patience:
@@ -704,11 +717,14 @@ class Explorer:
         """Whether all ranks have given their names that can, before a rank waits for ``key``."""
         if not {"timeout", "failure", "crash"} >= {*self.case.kinds} or self.case.stays_away:
             return False
+        if "crash" not in self.case.kinds:
+            return True
         job, (number, _) = position(key)
-        now = self.current(world.store, job)
+        now, values = self.current(world.store, job), dict(self.stores.values[world.store])
+        answers = dict(map(json.loads, values[f"{job}/{number}/answers"].splitlines()))
         dead = {*now.last.dead} if now.number == number + 1 else set()
         gone = {r for r, seat in enumerate(world.seats) if self.is_gone(seat)}
-        return not gone - dead
+        return not gone - dead and {*range(self.size)} == {*answers} | dead
 
     def written(self, world: World, rank: int, command: Any, store: int) -> None:
         """Check what a rank writes by what has happened."""
@@ -778,6 +794,8 @@ class Explorer:
     def leaves_last(self, world: World, result: Result) -> None:
         """Check that no rank needs the store when rank 0 has raised, unless it has waited long."""
         seat = self.seats.values[world.seats[0]]
+        if not (self.case.names or self.case.states):
+            return
         if result.end != "early" or result.decision is None or result.recovers:
             return
         if any(isinstance(reply, BaseException) for reply in seat.replies):
@@ -785,7 +803,7 @@ class Explorer:
         absent = {*result.decision.missing, *result.decision.dead}
         for other, number in enumerate(world.seats[1:], 1):
             there = self.seats.values[number]
-            inside = there.replies and self.now[number][1] == result.number + 1
+            inside = there.next <= result.number < self.now[number][1] and there.replies
             if inside and there.live and other not in absent:
                 raise Violation(f"rank 0 leaves before rank {other}: {self.show(world)}")
 
@@ -842,7 +860,8 @@ class Explorer:
 
     def check_keys(self, world: World) -> None:
         """Only the keys of the last operation stay, and those of two others for each fault: the
-        rank was about to delete them, or its abandoned request has written them again."""
+        rank was about to delete them, or its abandoned request has written them again. An old job
+        may have one more."""
         left = set()
         for key, _ in self.stores.values[world.store]:
             job, _, rest = key.partition("/")
@@ -852,7 +871,7 @@ class Explorer:
             due = {(n, b) for n, b, _ in spent} | {(n, -1) for n, _, many in spent if many > 1}
             if position(key)[1] not in due:
                 left.add(tuple(key.split("/")[:2]))
-        if len(left) > 2 * self.case.faults:
+        if len(left) > 2 * self.case.faults + (self.case.old != Current()):
             raise Violation(f"keys stay: {left}: {self.show(world)}")
 
     def show(self, world: World) -> str:

@@ -11,10 +11,14 @@ from helpers import explorer
 from helpers.explorer import FAULTS, Explorer, Scenario, Violation
 
 from reloadpg.rendezvous import protocol
+from reloadpg.rendezvous.decision import Decision
+from reloadpg.rendezvous.protocol import Current
 
 CYCLE = ("offload", "reload", "end")
 SHORT = ("offload", "end")
 OUTCOMES = "failed disagree timeout"
+FAILED = Current(2, last=Decision("timeout", 0, barrier=0, operation="offload"))
+"""Rank 0 has waited in an old job for a rank that never began it."""
 
 SCENARIOS: dict[str, Scenario] = {
     "two ranks": Scenario((CYCLE,) * 2, looks=True, polls=True),
@@ -89,6 +93,36 @@ SCENARIOS: dict[str, Scenario] = {
     "two jobs on one store": Scenario(
         ((*SHORT, "init", *SHORT),) * 2, 1, ("late", "interrupt"), (0, 1), OUTCOMES, (0, 1)
     ),
+    "a repeated request": Scenario((CYCLE,) * 2, 1, ("reset",), (0, 1), "", polls=True),
+    "a repeated request, and any fault": Scenario(
+        (SHORT,) * 2, 2, ("reset", "lost", "interrupt"), (1,), OUTCOMES
+    ),
+    "a refusal": Scenario((("refuses", "end"), SHORT, SHORT), outcomes="disagree", names=True),
+    "names after any fault": Scenario((CYCLE,) * 2, 1, FAULTS, (1,), OUTCOMES, names=True),
+    "three ranks, names after a failure": Scenario(
+        (SHORT,) * 3, 1, ("failure",), (1,), OUTCOMES, names=True
+    ),
+    "names of a difference and a crash": Scenario(
+        (SHORT, ("reload", "end")), 1, ("crash",), (0, 1), "disagree timeout", states=True
+    ),
+    "names of the dead": Scenario(
+        (("offload",),) * 3, 1, ("crash",), (1,), OUTCOMES, patience=1, watches=True, names=True
+    ),
+    "names after a recovery": Scenario(
+        *((CYCLE, ("recover", "end")), 1, ("lost",), (0, 1)),
+        "failed disagree recover",
+        names=True,
+    ),
+    "a job on the store of a smaller one": Scenario(
+        (CYCLE,) * 2, jobs=(2, 0), old=Current(3, passed=2), polls=True
+    ),
+    "a job after one that has ended at a barrier": Scenario(
+        (SHORT,) * 2, jobs=(2, 0), old=Current(3, 1), polls=True
+    ),
+    "a job after one that failed": Scenario(
+        (SHORT,) * 2, outcomes="timeout disagree", jobs=(2, 0), old=FAILED, polls=True
+    ),
+    "a job number that two ranks write": Scenario((SHORT,) * 2, jobs=(0, 1), newest=0, polls=True),
     "a job that is counted": Scenario((SHORT,) * 2, 1, ("late",), (0, 1), OUTCOMES, (0, 0)),
     "a rank that has counted fewer jobs": Scenario(
         (("says", "end"), SHORT), jobs=(0, 2), polls=True
@@ -124,7 +158,7 @@ LARGE = {
 QUICK = [name for name in SCENARIOS if name not in LARGE and name != "three ranks, any fault"]
 """The other ones, which must find each change of the protocol."""
 
-MOST = 80_000
+MOST = 100_000
 """No scenario that must find changes has so many worlds. A changed protocol can have more."""
 
 
@@ -160,8 +194,8 @@ def test_merging_equal_ranks_changes_no_result(name: str, monkeypatch: pytest.Mo
 
 MUTATIONS = {
     "passes a barrier alone": (
-        "== self.size * (at.barrier + 1):",
-        ">= self.size * (at.barrier + 1) - 1:",
+        "if self.place == self.size:",
+        "if self.place >= self.size - 1:",
     ),
     "does not compare plans": ("if speakers != len(texts):", "if False:"),
     "does not record that it has entered": (
@@ -178,12 +212,12 @@ MUTATIONS = {
         '(self.key("go"))\n            now = now',
     ),
     "an end is written twice": (
-        "while now.number == number:\n            now",
-        "while now.number <= number + 1:\n            now",
+        "while now.number == number:\n",
+        "while now.number <= number + 1:\n",
     ),
     "a failure is not told": (
-        "while now.number == number:\n            now",
-        "while False:\n            now",
+        "while now.number == number:\n",
+        "while False:\n",
     ),
     "a failure before it has entered is not told": (
         "ended = yield from self.end(decision)",
@@ -213,8 +247,63 @@ MUTATIONS = {
         "if waits and left >= self.size",
     ),
     "a reload does not replace the state": (", generation=reconciled(plans)", ""),
-    "does not follow to a newer job": ("if newest <= self.job:", "if True:"),
+    "does not follow to a newer job": (
+        "if (yield from self._newest()) <= self.job:\n            return",
+        "if True:\n            return",
+    ),
     "does not count the job that it joins": ("newest - counted)", "0)"),
+    "returns a later operation's decision": (
+        "now.last if now.number <= number + 1 else OK",
+        "now.last",
+    ),
+    "raises its own failure again": ("max(self.next, now.number + 1)", "self.next"),
+    "requests a recovery too few": (
+        "recovery = number if recovers",
+        "recovery = number - 1 if recovers",
+    ),
+    "forgets a requested recovery": ("recovery >= self.next", "recovery > self.next"),
+    "forgets the recovery at an end": ("else self.recovery\n", "else 0\n"),
+    "forgets the recovery at a barrier": ("barrier, self.recovery, passed,", "barrier, 0, passed,"),
+    "raises later failures again": ("        self.next = now.number  #", "        #"),
+    "counts the dead": ("count < self.size - len(decision.dead)", "count < self.size"),
+    "writes a second result": (
+        'Swap(key("result"), "",',
+        'Swap(key("result"), (yield Read(key("result"))) or "",',
+    ),
+    "rank 0 does not leave last": ("elif self.rank == 0 and waits:", "elif False:"),
+    "works on after the end": ("        if now.at != self.at.at:\n", "        if False:\n"),
+    "loses the race for the job's number": ("while newest < counted:", "if newest < counted:"),
+    "does not answer for what it has left": ("if now == new:", "if False:"),
+    "requests a recovery for another rank": (
+        'Decision("recover", self.rank,',
+        'Decision("recover", 0,',
+    ),
+    "has left in another rank's name": (
+        'Decision("failed", self.rank, left)',
+        'Decision("failed", 0, left)',
+    ),
+    "lists the dead as missing": (" and r not in decision.dead)", ")"),
+    "takes waiting ranks for stuck ones": (
+        "in answers.items() if doing)",
+        "in answers.items() if not doing)",
+    ),
+    "loses the text of a refusal": ('decision.kind == "disagree" and decision.text:', "False:"),
+    "an end is at the first barrier": ("barrier=self.barrier, operation", "barrier=0, operation"),
+    "ignores missing plans": ("        if missing:\n", "        if False:\n"),
+    "takes late ranks for those that waited": ('"" if in_time else None', '""'),
+    "takes the arrival at the barrier before": (
+        "self.at, self.confirmed, self.place = now, True, 0",
+        "self.at, self.confirmed = now, True",
+    ),
+    "does not read how many have arrived": (
+        "arrived = self._arrived(total, now)",
+        "arrived = self.size",
+    ),
+    "joins an old job": ("met = now.passed or now.barrier", "met = False"),
+    "raises the failure of an old job": (
+        "if not met and (yield from self._newest()) <= self.job:",
+        "if not met:",
+    ),
 }
 
 
