@@ -130,6 +130,8 @@ class Decision:
         name = wait.operation.split()[0]
         missing = tuple(sorted((*self.missing, *self.late)))
         arrived = size - len(missing) - len(self.stuck)
+        if self.arrived:  # not all missing ranks may be known here
+            arrived = min(arrived, self.arrived)
         text = (
             f"{wait.operation}: rank {self.rank} waited {wait.seconds:g} s without progress in "
             f"phase {wait.phase!r}; {arrived} of {size} ranks arrived"

@@ -478,6 +478,8 @@ class Rank:
             return decision
         there = number is None and self.at.barrier == decision.barrier
         in_time = there and 0 < self.place <= decision.arrived
+        if decision.kind == "timeout" and not (in_time or doing):  # the result names others, too
+            decision = replace(decision, late=(self.rank,))
         number = self.number if number is None else number
         key = partial(self.key, number=number)
         yield Append(key("answers"), _line(self.rank, doing or ("" if in_time else None)))

@@ -216,6 +216,8 @@ def one_operation(
             counted = False
             if decision.kind != "ok" or (barrier and decision.text):
                 raise Violation(f"rank {one.rank} passes barrier {barrier} with {decision}")
+            if not barrier and plan.said not in decision.text:
+                raise Violation(f"what rank {one.rank} has said is lost")
             if not barrier and decision.text:
                 yield Work(0)
         return Result(number, barriers, "ok", "")
@@ -786,6 +788,13 @@ class Explorer:
         if result.end == "none":
             if decision.rank == seat.rank and not decision.dead and decision.kind != "timeout":
                 raise Violation(f"rank {seat.rank} raises its own failure: {decision}")
+            absent = {*decision.late, *decision.missing}
+            if (
+                decision.kind == "timeout"
+                and self.case.old == Current()
+                and seat.rank not in absent
+            ):
+                raise Violation(f"rank {seat.rank} came late, and raises {decision}")
             if seat.job == one.job and one.next - 1 <= seat.raised:
                 raise Violation(f"rank {seat.rank} raises again: {decision}, {seat}")
             if decision.kind == "ok" or decision.rank < 0:

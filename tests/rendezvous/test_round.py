@@ -306,6 +306,49 @@ def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond()
     assert (error.rank, error.missing) == (0, (2,))
 
 
+@pytest.mark.parametrize("operation", ["offload", "barrier 'x'"])
+def test_a_rank_that_arrives_after_the_timeout_was_decided_is_missing(operation: str) -> None:
+    """Also within the grace period: the others wait there for its response."""
+    decided = threading.Event()
+
+    def answered(method: str, key: str) -> None:
+        if method == "add" and key.endswith("/answered"):
+            decided.set()
+
+    job = tcp_job(3, {0: answered})
+    phase = "enter" if operation == "offload" else "arrive"
+
+    def body(rdv: Rendezvous) -> None:
+        if rdv.rank == 2:
+            assert decided.wait(SOON)
+        rdv.open(operation, (phase,), 1.0 if rdv.rank == 0 else FAR).barrier(phase, PLAN)
+
+    for rank, error in enumerate(job.run(body)):
+        assert isinstance(error, RendezvousTimeoutError), error
+        assert (error.missing, error.arrived) == ((2,), 2), error
+        assert "2 of 3 ranks arrived, missing: rank 2" in str(error)
+        assert ("This rank arrived too late" in str(error)) == (rank == 2)
+
+
+@pytest.mark.usefixtures("silence")
+def test_a_late_rank_that_opens_the_next_attempt_alone_is_said_to_have_come_late() -> None:
+    """A reload repairs, so it waits there for those that had waited for it."""
+    job, left = tcp_job(2), threading.Event()
+
+    def body(rdv: Rendezvous) -> None:
+        if rdv.rank == 1:
+            assert left.wait(SOON)
+        try:
+            rdv.open("reload", ("enter",), 1.0).barrier("enter", PLAN)
+        finally:
+            left.set()
+
+    first, second = job.run(body)
+    assert (first.missing, second.missing) == ((1,), (0,))
+    assert "Before this call, rank 1 had come too late to the reload() before" in str(second)
+    assert "in which rank 0 waited until its timeout" in str(second)
+
+
 TIMEOUT = Decision("timeout", 2, missing=(1, 3), stuck=(2,), doing="rank 2 was in: group 7")
 FAILED = Decision("failed", 1, text="broken")
 
@@ -558,6 +601,51 @@ def test_a_rank_that_has_counted_fewer_jobs_joins_the_newest_one() -> None:
     third = begin(0, 1)
     assert [rdv.state.job for rdv in third.ranks] == [3, 3]
     assert third.run(two_barriers) == ["passed"] * 2
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_rank_that_is_new_on_the_store_of_an_old_job_begins_the_next_one(counts: bool) -> None:
+    """The ranks of the old job have completed operations without it; it may call first."""
+    stores, done = clients(3), threading.Event()
+    old = Job([Rendezvous(partial(stores.__getitem__, rank), rank, 2) for rank in range(2)])
+    assert old.run(two_barriers) == ["passed"] * 2
+
+    def first(rank: int, method: str, key: str) -> None:
+        if rank < 2 and method == "add" and key.endswith(f"jobs/{rank}"):
+            assert done.wait(SOON)
+
+    def counted(method: str, key: str) -> None:
+        if method == "set" or (method == "add" and key.endswith("/count")):
+            done.set()  # it waits there for the others
+
+    watched = [WatchedStore(store, partial(first, rank)) for rank, store in enumerate(stores)]
+    watched[2] = WatchedStore(stores[2], answered=counted)
+    job = Job([Rendezvous(partial(watched.__getitem__, rank), rank, 3) for rank in range(3)])
+    if counts:
+        job.ranks[2].count_job(SOON)
+    assert job.run(two_barriers) == ["passed"] * 3
+    assert [rdv.state.job for rdv in job.ranks] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("key", ["job", "1/current"])
+def test_a_value_of_another_program_is_named_on_every_rank(key: str) -> None:
+    """Also on those that wait at a barrier."""
+    waits = threading.Event()
+    job = tcp_job(2, signals_arrival(waits, 0))
+    server = job.ranks[0].client
+    if key == "job":
+        server.ask(lambda store: store.set("reloadpg/job", "yes"), Deadline("set", SOON))
+
+    def body(rdv: Rendezvous) -> None:
+        if rdv.rank == 1 and key != "job":
+            assert waits.wait(SOON)
+            rdv.client.ask(lambda store: store.set(f"reloadpg/{key}", "yes"), Deadline("x", SOON))
+        with rdv.open("offload", ("enter",), FAR) as round_:
+            round_.barrier("enter", PLAN)
+
+    for error in job.run(body):
+        assert type(error) is ReloadpgError, error
+        assert f"the key {key!r} of the rendezvous store holds 'yes'" in str(error)
 
 
 @pytest.mark.parametrize("early", [True, False])
