@@ -20,6 +20,9 @@ A rank that fails before it has entered an operation ends the open one for all r
 
 A request for a recovery ends the open operation, and opens the next one for recoveries only.
 
+A rank that is new in a job whose ranks have met without it has found an old one, and counts the
+next one. A rank is missing if it had not arrived when the timeout was decided, whenever it comes.
+
 =============  ===============================  ================================================
 key            value                            written by
 =============  ===============================  ================================================
@@ -33,6 +36,7 @@ key            value                            written by
 ``job``        number of the newest job         the first rank of that job
 ``jobs/rank``  number of jobs of a rank         that rank
 ``hosts``      the processes of a host          each rank that has counted the job
+``polls``      the number of ranks that poll    each rank that waits long (:mod:`.round`)
 =============  ===============================  ================================================
 
 All keys but those of jobs begin with the number of the job, and those from ``count`` to ``result``
@@ -194,11 +198,8 @@ class Current(NamedTuple):
 # -- one rank --------------------------------------------------------------------------------------
 
 
-class Rank:
-    """One rank of a job.
-
-    The methods are generators that yield commands. They raise :class:`Ended`, or what was thrown
-    into them: the store may end at any command, whose effect is unknown then.
+class _Counted:
+    """A rank that counts the jobs on its store.
 
     Args:
         rank: this rank.
@@ -208,27 +209,12 @@ class Rank:
 
     Attributes:
         job: number of the job among those on its store; 0 until it is counted.
-        next: number of the first operation that this rank has not entered.
-        number: number of the operation that it has entered.
-        operation: its name.
-        at: the value of ``current`` that this rank acts on.
-        confirmed: whether all ranks have met in this job.
-        place: how many ranks had arrived at the next barrier, with this one; 0 before it has.
-        missed: that it came too late to the operation before, as text.
     """
 
     def __init__(self, rank: int, size: int, host: str = "", process: str = "") -> None:
         self.rank, self.size = rank, size
         self.host, self.process = host, process
-        self.job, self.next, self.confirmed = 0, 1, size == 1
-        self.number, self.operation, self.at = 0, "", Current()
-        self.place, self.missed = 0, ""
-
-    def key(self, name: str, number: int | None = None, barrier: int | None = None) -> str:
-        """A key of an operation: by default of that which this rank has entered."""
-        number = self.number if number is None else number
-        barrier = self.at.barrier if barrier is None else barrier
-        return f"{self.job}/{number}/{name}" + (f"/{barrier}" if name == "go" else "")
+        self.job = 0
 
     @property
     def listed(self) -> str:
@@ -255,6 +241,35 @@ class Rank:
     def _newest() -> Steps:
         """The number of the newest job."""
         return _decoded(_number, "job", (yield Read("job")))
+
+
+class Rank(_Counted):
+    """One rank of a job.
+
+    The methods are generators that yield commands. They raise :class:`Ended`, or what was thrown
+    into them: the store may end at any command, whose effect is unknown then.
+
+    Attributes:
+        next: number of the first operation that this rank has not entered.
+        number: number of the operation that it has entered.
+        operation: its name.
+        at: the value of ``current`` that this rank acts on.
+        confirmed: whether all ranks have met in this job.
+        place: how many ranks had arrived at the next barrier, with this one; 0 before it has.
+        missed: that it came too late to the operation before, as text.
+    """
+
+    def __init__(self, rank: int, size: int, host: str = "", process: str = "") -> None:
+        super().__init__(rank, size, host, process)
+        self.next, self.confirmed = 1, size == 1
+        self.number, self.operation, self.at = 0, "", Current()
+        self.place, self.missed = 0, ""
+
+    def key(self, name: str, number: int | None = None, barrier: int | None = None) -> str:
+        """A key of an operation: by default of that which this rank has entered."""
+        number = self.number if number is None else number
+        barrier = self.at.barrier if barrier is None else barrier
+        return f"{self.job}/{number}/{name}" + (f"/{barrier}" if name == "go" else "")
 
     def read(self) -> Steps:
         """Return the value of ``current``."""
