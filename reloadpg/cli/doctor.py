@@ -200,6 +200,8 @@ def check_device() -> Findings:
 
 def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
     """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
+    from ..environment.network import advisory_timeouts
+
     found, warned = partial(Finding, "nccl settings"), set[str]()
     hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
     if environ.get(hook, "0") not in ("", "0"):
@@ -219,6 +221,9 @@ def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
         what = f"{register}={graphs}" if graphs else f"the environment has no {register}"
         what += f": with {saver}, graphs whose buffers NCCL has registered hang (SGLang#40648)"
         yield found("warning", what, f"set {register}=0 where CUDA graphs are captured")
+    if what := advisory_timeouts(environ):
+        warned.add(what.partition("=")[0])
+        yield found("warning", what, "unset it; the default of torch is 3")
     prefixes = ("NCCL_", "TORCH_NCCL_")
     others = sorted(name for name in environ if name.startswith(prefixes) and name not in warned)
     if others or not warned:

@@ -25,13 +25,20 @@ from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Entry, Plan
 from ..rendezvous.round import Rendezvous, Round
 from ..settings import as_timedelta
-from ..texts import named_ranks
+from ..texts import named_ranks, warn
 from ..threads import CancelToken, Task
 from .device import Placement, accelerator, choose_placement, parse_device
 from .launchers import check_group, identify
 from .mesh import build_mesh, checked_seed, resolve_mesh_dims, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
-from .network import interface_in_use, restore_interface, select_interface
+from .network import (
+    advisory_timeouts,
+    interface_in_use,
+    restore_interfaces,
+    select_interfaces,
+    wrong_gloo_interfaces,
+)
+from .scopes import open_scopes
 from .store import claim_place, open_store
 from .store_barrier import rendezvous_of
 from .teardown import OwnGroups
@@ -43,6 +50,11 @@ if TYPE_CHECKING:
 INIT_TIMEOUT = timedelta(minutes=5)
 
 _PHASES = ("agree", "connected")
+
+_UNREACHABLE = (
+    "Check that each address is reachable from the other hosts and not a loopback address, or set "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that is."
+)
 
 
 @dataclass(eq=False)
@@ -84,11 +96,11 @@ class DistributedContext:
         return self.environment.local_rank
 
     def __enter__(self) -> DistributedContext:
+        open_scopes.append(self.own)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
-        self.own.destroy(error)
-        return False
+        return self.own.__exit__(kind, error, trace)
 
 
 def init_distributed(
@@ -155,6 +167,8 @@ def init_distributed(
     validate(connect, "init_distributed")
     if seed is not None:
         checked_seed(seed)
+    if text := advisory_timeouts(os.environ):
+        warn(f"{text}. Unset it; the default of torch is 3.", of_host=True)
     own, world, mesh = OwnGroups(init_timeout), tables.world(), None
     if world is not None:
         check_group()
@@ -183,7 +197,7 @@ def init_distributed(
         placement = choose_placement(backend, device, environment.local_rank)
         used = placement.device
         if environment.world_size > 1:
-            select_interface(environment)
+            select_interfaces(environment)
         elif backend is None and sizes is None:
             placement.use()
             if seed is not None:
@@ -192,7 +206,7 @@ def init_distributed(
         try:
             mesh = bring_up(environment, placement, bind, timeout, init_timeout, sizes, connect)
         except BaseException:
-            restore_interface()
+            restore_interfaces()
             raise
     context = DistributedContext(environment, used, mesh, world is None, own)
     if seed is not None:
@@ -311,12 +325,10 @@ class _Creation:
             except ReloadpgError:
                 raise
             except RuntimeError as error:
+                remedy = wrong_gloo_interfaces() if "gloo" in self.backend else ""
                 raise ReloadpgError(
                     f"init_distributed: rank {self.rank} failed at {self.at} over "
-                    f"{interface_in_use()}: {error}. No group was created. Check "
-                    f"that each address is reachable from the other hosts and not a loopback "
-                    f"address, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface "
-                    f"that is."
+                    f"{interface_in_use()}: {error}. No group was created. {remedy or _UNREACHABLE}"
                 ) from error
             finally:
                 if wanted.cancelled:  # the caller has raised and does not own later groups

@@ -1,8 +1,8 @@
-"""The interface that gloo uses in a job of several hosts.
+"""The interfaces of gloo and of NCCL's bootstrap in a job of several hosts.
 
 Gloo by default uses the address that the host name resolves to, which is a loopback address on
 many machines (vLLM#7074): ranks on other hosts cannot connect to it. NCCL selects its interfaces
-itself.
+itself. On a host with InfiniBand, both are bound to it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from ipaddress import ip_address
+from pathlib import Path
 
 from .model import DistributedEnvironment, ip_of, write_variables
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 _SIOCGIFADDR = 0x8915
+_INFINIBAND = "32"
+"""The type of an interface in sysfs: ARPHRD_INFINIBAND."""
 _ELSEWHERE = "192.0.2.1"
 """An address of no host (RFC 5737), for which the default route is chosen."""
 
@@ -27,25 +32,95 @@ _applied = ExitStack()
 """The changes of bring-ups to ``os.environ`` that are not undone."""
 
 
-def select_interface(environment: DistributedEnvironment) -> None:
-    """Set ``GLOO_SOCKET_IFNAME`` in a job of several hosts, if it is unset. Local.
+def select_interfaces(
+    environment: DistributedEnvironment, sysfs: Path = Path("/sys/class/net")
+) -> None:
+    """Set the interfaces of gloo and NCCL in a job of several hosts, where they are unset. Local.
 
-    To the interface that routes to the rendezvous address; one log line names it. Nothing is set
-    if that is the loopback interface, or if it cannot be found.
+    * ``NCCL_SOCKET_IFNAME`` is set, to one interface of this host: gloo uses that.
+    * The host has an InfiniBand interface that is up and has an address: gloo and NCCL use that.
+    * Otherwise gloo uses the interface that routes to the rendezvous address. Nothing is set if
+      that is the loopback interface, or if it cannot be found.
+
+    One log line names what was set.
     """
-    spans = environment.local_world_size != environment.world_size
-    if not spans or os.environ.get(GLOO_INTERFACE):
+    if environment.local_world_size == environment.world_size:
         return
-    routed = routing_interface(environment.master_addr)
-    if routed is None:
+    unset = [name for name in (GLOO_INTERFACE, NCCL_INTERFACE) if not os.environ.get(name)]
+    found: str | None = None
+    if NCCL_INTERFACE not in unset:
+        # NCCL takes names as prefixes, "=" for an exact one, and "^" to exclude. Gloo takes names.
+        named = os.environ[NCCL_INTERFACE].removeprefix("=")
+        found = named if has_address(named) else None
+    else:
+        found = infiniband_interface(sysfs)
+    if found is None:
+        unset = [name for name in unset if name == GLOO_INTERFACE]
+        found = routing_interface(environment.master_addr) if unset else None
+    if found is None or not unset:
         return
-    _applied.enter_context(write_variables({GLOO_INTERFACE: routed}))
-    logging.getLogger(__name__).info("network: set %s=%s", GLOO_INTERFACE, routed)
+    changes = dict.fromkeys(unset, found)
+    _applied.enter_context(write_variables(changes))
+    shown = ", ".join(f"{name}={value}" for name, value in changes.items())
+    logging.getLogger(__name__).info("network: set %s", shown)
 
 
-def restore_interface() -> None:
-    """Undo :func:`select_interface`. Local, idempotent."""
+def restore_interfaces() -> None:
+    """Undo :func:`select_interfaces`. Local, idempotent."""
     _applied.close()
+
+
+def infiniband_interface(sysfs: Path) -> str | None:
+    """Return the first InfiniBand interface that is up and has an address. Local.
+
+    None if there is none. An address that is valid on its link alone does not count.
+    """
+    for _, name in sorted(socket.if_nameindex()):
+        with suppress(OSError):  # it is not in this part of sysfs
+            kind = (sysfs / name / "type").read_text().strip()
+            state = (sysfs / name / "operstate").read_text().strip()
+            if kind == _INFINIBAND and state == "up" and has_address(name):
+                return name
+    return None
+
+
+def has_address(interface: str) -> bool:
+    """Whether this host has an interface of this name, with a usable address. Local."""
+    if interface not in {name for _, name in socket.if_nameindex()}:
+        return False
+    return any(not ip_address(one).is_link_local for one in _addresses_of(interface))
+
+
+def wrong_gloo_interfaces() -> str:
+    """Say which names in ``GLOO_SOCKET_IFNAME`` are no interface of this host with an address.
+
+    Local. Empty if all are right, or the variable is unset.
+    """
+    value = os.environ.get(GLOO_INTERFACE, "")
+    wrong = [name for name in value.split(",") if value and not _addresses_of(name)]
+    if not wrong:
+        return ""
+    here = ", ".join(repr(name) for _, name in socket.if_nameindex() if _addresses_of(name))
+    return (
+        f"{GLOO_INTERFACE}={value!r}: {' and '.join(map(repr, wrong))} is no interface of host "
+        f"{socket.gethostname()} with an address; it has {here or 'none'}. Names are separated by "
+        f"a comma without a space. Correct the variable for this host, or unset it."
+    )
+
+
+def advisory_timeouts(environ: Mapping[str, str]) -> str:
+    """Say that torch does not act on NCCL's timeouts, if a variable says so; otherwise empty.
+
+    Pure. With ``TORCH_NCCL_BLOCKING_WAIT``, each wait of the program raises at its timeout.
+    """
+    waits = environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if environ.get(name) == "0" and not waits:
+            return (
+                f"{name}=0: torch only logs that a collective of NCCL has reached its timeout, and "
+                f"the ranks wait on for a peer that has ended"
+            )
+    return ""
 
 
 def routing_interface(host: str) -> str | None:
@@ -93,5 +168,5 @@ def _addresses_of(interface: str) -> set[str]:
 
 def interface_in_use() -> str:
     """Return the configured interface of communicators, for messages. Local."""
-    named = {os.environ.get(name) for name in ("NCCL_SOCKET_IFNAME", GLOO_INTERFACE)} - {None, ""}
-    return " and ".join(sorted(map(str, named))) or "the default interface"
+    named = {os.environ.get(name) for name in (NCCL_INTERFACE, GLOO_INTERFACE)} - {None, ""}
+    return " and ".join(map(repr, sorted(map(str, named)))) or "the default interface"

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal
-from weakref import WeakSet
 
-from ..errors import ReloadpgError
+from ..errors import PeerFailedError, ReloadpgError
 from ..settings import as_timedelta
 from .launchers import is_initialized
-from .network import restore_interface
+from .network import restore_interfaces
+from .scopes import Scope, open_scopes
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
 
 EXIT_TIMEOUT = timedelta(minutes=5)
 _TELL_S = 5.0
@@ -38,7 +39,7 @@ def destroy_distributed() -> None:
         import torch.distributed as dist
 
         dist.destroy_process_group()
-    restore_interface()
+    restore_interfaces()
 
 
 def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGroups:
@@ -71,33 +72,23 @@ def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGrou
     return OwnGroups(as_timedelta(timeout, "timeout"))
 
 
-class OwnGroups:
-    """The groups that were created since this object was created, or since its block began.
-
-    As a context manager it destroys them; see :func:`process_group_scope`. Reusable, but not
-    reentrant. A group is identified by its store, which a proxy and a reload keep, and which
-    differs in a later group of the same name.
-    """
+class OwnGroups(Scope):
+    """The groups of a block, which ends them; see :func:`process_group_scope`."""
 
     def __init__(self, timeout: timedelta = EXIT_TIMEOUT) -> None:
+        super().__init__()
         self._timeout = timeout
-        self._before = _stores_of_groups()
 
     def __enter__(self) -> OwnGroups:
-        self._before = _stores_of_groups()
+        self.begin()
+        open_scopes.append(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
+        with suppress(ValueError):
+            open_scopes.remove(self)
         self.destroy(error)
         return False
-
-    def now(self) -> list[ProcessGroup]:
-        """Return those that exist, in order of creation; WORLD first, if it is one of them."""
-        if not is_initialized():
-            return []
-        from ..c10d import tables
-
-        return [one for one in tables.known_groups() if tables.store_of(one) not in self._before]
 
     def destroy(self, error: BaseException | None) -> None:
         """Destroy them. Collective over their members; blocking, with a timeout.
@@ -109,22 +100,21 @@ class OwnGroups:
         if not groups:
             return
         if error is not None:
-            _abandon(error, groups)
+            _abandon(error, groups, tell=self.meets_on())
             return
         import torch.distributed as dist
 
         from .store_barrier import leave_together
 
-        owns_world = dist.group.WORLD in groups
         try:
-            # The last barrier of WORLD covers all groups; otherwise each group needs a barrier.
-            for group in groups[:1] if owns_world else groups:
+            for group in self.meets_on():
                 leave_together(self._timeout, group)
         except BaseException as failure:
             # If the barrier itself failed, its decision is written or the store is lost.
-            _abandon(failure, groups, tell=not isinstance(failure, ReloadpgError))
+            told = isinstance(failure, ReloadpgError)
+            _abandon(failure, groups, tell=() if told else self.meets_on())
             raise
-        if owns_world:
+        if dist.group.WORLD in groups:
             destroy_distributed()
             return
         for group in groups:
@@ -132,19 +122,13 @@ class OwnGroups:
 
     def abort(self) -> None:
         """Abort them. Local; does not wait for peers. An error is logged: the caller raises."""
-        _attempt("the process groups could not be aborted", abort_groups, self.now())
+        _attempt("the process groups could not be aborted", partial(abort_groups, self.now()))
 
 
-def _stores_of_groups() -> WeakSet[Store]:
-    """The stores of the existing groups."""
-    if not is_initialized():
-        return WeakSet()
-    from ..c10d import tables
-
-    return WeakSet(tables.store_of(group) for group in tables.known_groups())
-
-
-def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = True) -> None:
+def _abandon(
+    error: BaseException, groups: list[ProcessGroup], *, tell: Sequence[ProcessGroup]
+) -> None:
+    """Log an error, notify the peers that wait at the last barriers of some groups, and abort."""
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -155,22 +139,15 @@ def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = T
         size,
         exc_info=(type(error), error, error.__traceback__),
     )
-    steps = [
-        ("the coalescing of a group could not be ended", _close_coalescing),
-        ("the process groups could not be aborted", abort_groups),
-    ]
-    if tell:
-        steps.insert(0, ("the other ranks could not be notified", partial(_tell_peers, error)))
-    for what, step in steps:
-        _attempt(what, step, groups)
+    _attempt("the other ranks could not be notified", partial(_tell_peers, error, tell))
+    _attempt("the coalescing of a group could not be ended", partial(_close_coalescing, groups))
+    _attempt("the process groups could not be aborted", partial(abort_groups, groups))
 
 
-def _attempt(
-    what: str, step: Callable[[list[ProcessGroup]], object], groups: list[ProcessGroup]
-) -> None:
+def _attempt(what: str, step: Callable[[], object]) -> None:
     """Call a step of a clean-up after an error, which is raised in place of the step's."""
     try:
-        step(groups)
+        step()
     except BaseException as failure:
         logging.getLogger(__name__).error(
             "%s: %s: %s", what, type(failure).__name__, failure, exc_info=failure
@@ -185,16 +162,15 @@ def _close_coalescing(groups: list[ProcessGroup]) -> None:
         tables.close_coalescing(group)
 
 
-def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
-    """Make peers that wait at their exit raise: at WORLD's barrier, or at each group's."""
-    import torch.distributed as dist
-
-    from .store_barrier import rendezvous_of
-
+def _tell_peers(error: BaseException, groups: Sequence[ProcessGroup]) -> None:
+    """Make peers raise that wait at these last barriers, or at a barrier within the block."""
     end = time.monotonic() + _TELL_S
-    for group in groups[:1] if dist.group.WORLD in groups else groups:
+    for group in groups:
+        from .store_barrier import rendezvous_of
+
         if time.monotonic() < end:
-            rendezvous_of(group, "exit").round("exit", ("arrive",), _TELL_S).fail(error)
+            with suppress(PeerFailedError):  # another rank has left before
+                rendezvous_of(group, "exit").open("exit", ("arrive",), _TELL_S).fail(error)
 
 
 def abort_groups(groups: list[ProcessGroup]) -> None:
@@ -222,4 +198,4 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
         )
     task.result()
     if not is_initialized():
-        restore_interface()
+        restore_interfaces()

@@ -248,6 +248,11 @@ def test_the_settings_of_nccl_are_named(monkeypatch):
     environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "1"
     (warning,) = of(diagnose(environ=environ), "nccl settings", "warning")
     assert warning.startswith("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps")
+    environ = {"NCCL_GRAPH_REGISTER": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    (warning,) = of(diagnose(environ=environ), "nccl settings", "warning")
+    assert warning.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=0: torch only logs")
+    environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    assert not of(diagnose(environ=environ), "nccl settings", "warning")
 
 
 def test_the_launcher_is_named_with_its_missing_variables():

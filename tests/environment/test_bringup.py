@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -383,24 +384,43 @@ def test_a_group_that_does_not_connect_is_named_with_its_ranks_and_interfaces(
     kind, message = type(caught.value).__name__, str(caught.value)
     if action == "raise":
         assert kind == ("ReloadpgError" if rank == 2 else "PeerFailedError")
-        assert "connecting 'mesh_tp' of ranks 2-3 (sim) over ib7 and lo" in message
+        assert "connecting 'mesh_tp' of ranks 2-3 (sim) over 'ib7' and 'lo'" in message
         assert "no route to host" in message
     else:
         assert kind == "RendezvousTimeoutError"
         assert "Ranks 2-3 did not finish their own work" in message
-        assert "connecting 'mesh_tp' of ranks 2-3 (sim) over lo" in message
+        assert "connecting 'mesh_tp' of ranks 2-3 (sim) over 'lo'" in message
     assert not dist.is_initialized()
 
 
 @pytest.mark.ranks(2)
-def test_an_interface_that_does_not_exist_is_named_on_all_ranks(rank: int) -> None:
-    """The failure is gloo's, on real sockets."""
+@pytest.mark.parametrize(("value", "wrong"), [("nosuch0", "'nosuch0'"), ("lo, lo", "' lo'")])
+def test_an_interface_that_does_not_exist_is_named_on_all_ranks(
+    value: str, wrong: str, rank: int
+) -> None:
+    """In quotes, and not as unreachable. The failure is gloo's, on real sockets."""
     if rank == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
-    said = r"rank 1 failed at creating the default group \(gloo\) over nosuch0"
+        os.environ["GLOO_SOCKET_IFNAME"] = value
+    said = rf"rank 1 failed at creating the default group \(gloo\) over '{value}'"
     with pytest.raises(reloadpg.ReloadpgError, match=said) as caught:
         reloadpg.environment.init_distributed(init_timeout=60)
     assert isinstance(caught.value, reloadpg.PeerFailedError) == (rank == 0)
+    assert f"GLOO_SOCKET_IFNAME='{value}': {wrong} is no interface of host" in str(caught.value)
+    assert "it has 'lo'" in str(caught.value)
+    assert "reachable" not in str(caught.value)
+
+
+@pytest.mark.ranks(1, env={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+def test_bring_up_warns_if_torch_does_not_act_on_timeouts() -> None:
+    """Also where the default group exists; not if each wait raises by itself."""
+    for waits in (False, True):
+        with variables({"TORCH_NCCL_BLOCKING_WAIT": "1"} if waits else {}):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with reloadpg.environment.init_distributed("gloo"):
+                    pass
+            texts = [str(one.message) for one in caught if "ERROR_HANDLING=0" in str(one.message)]
+            assert len(texts) == (not waits)
 
 
 # ---------------------------------------------------------------------------------------------

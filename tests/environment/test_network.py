@@ -48,6 +48,8 @@ MISSING = namespaces_missing()
 
 NEW_NETWORK = 0x40000000
 """CLONE_NEWNET: a network namespace of the calling thread, and of those that it starts."""
+NEW_MOUNTS = 0x00020000
+"""CLONE_NEWNS, likewise for mounts."""
 
 
 def enter_namespace(rank: int) -> None:
@@ -113,29 +115,81 @@ ENDS = ("context", "exception", "destroy", "failure", "context")
 BRING_UPS: list[tuple[dict[str, str], tuple[str, ...], dict[str, str]]] = [
     (HOSTS, ENDS, {"GLOO_SOCKET_IFNAME": "eth7"}),
     ({**HOSTS, "NCCL_SOCKET_IFNAME": "^lo"}, ENDS[:1], {"GLOO_SOCKET_IFNAME": "eth7"}),
+    ({**HOSTS, "NCCL_SOCKET_IFNAME": "ib"}, ENDS[:1], {"GLOO_SOCKET_IFNAME": "eth7"}),
+    ({**HOSTS, "NCCL_SOCKET_IFNAME": "ib7"}, ENDS[:1], {"GLOO_SOCKET_IFNAME": "ib7"}),
+    ({**HOSTS, "NCCL_SOCKET_IFNAME": "=ib7"}, ENDS[:1], {"GLOO_SOCKET_IFNAME": "ib7"}),
     ({**HOSTS, "GLOO_SOCKET_IFNAME": "lo"}, ENDS[:1], {}),
     ({"MASTER_ADDR": ADDRESS}, ENDS[:1], {}),
 ]
 """The launcher's variables, how the job ends, and what is set: for several hosts or one."""
 
+BOTH = {"GLOO_SOCKET_IFNAME": "ib7", "NCCL_SOCKET_IFNAME": "ib7"}
+ON_INFINIBAND: list[tuple[dict[str, str], tuple[str, ...], dict[str, str]]] = [
+    (HOSTS, ENDS, BOTH),
+    ({**HOSTS, "NCCL_SOCKET_IFNAME": "eth7"}, ENDS[:1], {"GLOO_SOCKET_IFNAME": "eth7"}),
+    ({**HOSTS, "GLOO_SOCKET_IFNAME": "eth7"}, ENDS[:1], {"NCCL_SOCKET_IFNAME": "ib7"}),
+    ({"MASTER_ADDR": ADDRESS}, ENDS[:1], {}),
+]
+"""The same where ib7 has the type of an InfiniBand interface. No other one is chosen: ib6 has no
+address, ib5 is down, and ib4 is an Ethernet interface."""
+
+SYSFS = {
+    "lo": ("772", "unknown"),
+    "eth7": ("1", "up"),
+    "ib4": ("1", "up"),
+    "ib5": ("32", "down"),
+    "ib6": ("32", "up"),
+    "ib7": ("32", "up"),
+}
+"""By interface: what /sys/class/net says of its type and state."""
+
+OTHERS = "".join(
+    f"ip link add {name} type veth peer name x{name}; ip link set x{name} up; "
+    f"ip link set {name} up; {f'ip address add {address}/24 dev {name}; ' if address else ''}"
+    for name, address in {
+        "ib4": "10.9.4.1",
+        "ib5": "10.9.5.1",
+        "ib6": "",
+        "ib7": "10.9.7.1",
+    }.items()
+)
+
+
+def show_in_sysfs(interfaces: dict[str, tuple[str, str]], folder: Path) -> None:
+    """Make /sys/class/net of this thread a folder with these interfaces."""
+    for name, (kind, state) in interfaces.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "type").write_text(f"{kind}\n")
+        (folder / name / "operstate").write_text(f"{state}\n")
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(NEW_MOUNTS) == 0, os.strerror(ctypes.get_errno())
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", str(folder), "/sys/class/net"], check=True)
+
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.ranks(2, store="rank0", env={"GLOO_SOCKET_IFNAME": None})
-def test_gloo_does_not_advertise_a_loopback_address_between_hosts(rank: int) -> None:
-    """On each of two ranks, in one log line (failure 38); a preset variable is kept. Restored
-    however the job ends."""
+@pytest.mark.parametrize("infiniband", [False, True])
+def test_gloo_does_not_advertise_a_loopback_address_between_hosts(
+    infiniband: bool, rank: int
+) -> None:
+    """On each of two ranks, in one log line (failure 38); a preset variable is kept. With
+    InfiniBand, gloo and NCCL are bound to it. Restored however the job ends."""
     enter_namespace(rank)
     lines: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("reloadpg.environment.network").addHandler(handler)
     logging.getLogger("reloadpg").setLevel(logging.INFO)
-    between = dist.FileStore(os.path.join(os.environ["TMPDIR"], "between"), 2)
+    folder = Path(os.environ["TMPDIR"])
+    between = dist.FileStore(str(folder / "between"), 2)
     if rank == 0:
-        subprocess.run(["sh", "-ec", SETUP], check=True, capture_output=True)
+        subprocess.run(["sh", "-ec", SETUP + "; " + OTHERS], check=True, capture_output=True)
         between.set("interface", "up")
     between.wait(["interface"], timedelta(minutes=1))
-    for preset, ends, expected in BRING_UPS:
+    if infiniband:
+        show_in_sysfs(SYSFS, folder / f"sysfs{rank}")
+    for preset, ends, expected in ON_INFINIBAND if infiniband else BRING_UPS:
         with variables(preset):
             before = dict(os.environ)
             for end in ends:
@@ -145,4 +199,5 @@ def test_gloo_does_not_advertise_a_loopback_address_between_hosts(rank: int) -> 
                     bring_up(end, lambda into=inside: into.update(os.environ))
                 assert inside == {**before, **expected}, (preset, end)
                 assert dict(os.environ) == before, (preset, end)
-                assert lines == [f"network: set {k}={v}" for k, v in expected.items()]
+                shown = ", ".join(f"{k}={v}" for k, v in expected.items())
+                assert lines == ([f"network: set {shown}"] if expected else [])
