@@ -196,7 +196,7 @@ class Deadline:
         if self.waited >= self._next_log:
             self._next_log *= 2
             text = detail()
-            more = f"; {text}" if text else ""
+            more = f"; {text}" if text else " for other ranks; see `reloadpg status`"
             logger.warning("%s: waiting for %.0f s%s", self._what, self.waited, more)
 
     def log_end(self) -> None:

@@ -37,28 +37,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # at run time, __getattr__ resolves the names
     from .bringup import DistributedContext as DistributedContext
+    from .bringup import ensure_process_group as ensure_process_group
     from .bringup import init_distributed as init_distributed
-    from .evaluator import ensure_process_group as ensure_process_group
+    from .identity import DistributedEnvironment as DistributedEnvironment
+    from .identity import DistributedEnvironmentError as DistributedEnvironmentError
     from .launchers import detect_environment as detect_environment
     from .launchers import get_rank as get_rank
     from .launchers import is_rank_zero as is_rank_zero
     from .mesh import resolve_mesh_dims as resolve_mesh_dims
     from .mesh import set_seed as set_seed
-    from .model import DistributedEnvironment as DistributedEnvironment
-    from .model import DistributedEnvironmentError as DistributedEnvironmentError
-    from .store_barrier import barrier as barrier
+    from .store import barrier as barrier
     from .teardown import destroy_distributed as destroy_distributed
     from .teardown import process_group_scope as process_group_scope
 
 # The module of each name. A public function must not have the name of its module: importing the
 # submodule would replace the function by the module.
 _HOMES = {
-    "bringup": "DistributedContext init_distributed",
-    "evaluator": "ensure_process_group",
+    "bringup": "DistributedContext ensure_process_group init_distributed",
+    "identity": "DistributedEnvironment DistributedEnvironmentError",
     "launchers": "detect_environment get_rank is_rank_zero",
     "mesh": "resolve_mesh_dims set_seed",
-    "model": "DistributedEnvironment DistributedEnvironmentError",
-    "store_barrier": "barrier",
+    "store": "barrier",
     "teardown": "destroy_distributed process_group_scope",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -11,26 +11,25 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from ..c10d import backends, devices, tables
-from ..errors import ReloadpgError
+from ..errors import DisagreementError, ReloadpgError
 from ..lifecycle.connect import Connect, sum_ranks, validate
+from ..lifecycle.job import jobs
 from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Entry, Plan
 from ..rendezvous.round import Rendezvous, Round
 from ..settings import as_timedelta
 from ..texts import named_ranks, warn
-from ..threads import CancelToken, Task
+from ..threads import CancelToken, Deadline, Task
 from .device import Placement, accelerator, choose_placement, parse_device
-from .launchers import check_group, identify
+from .identity import DistributedEnvironment, DistributedEnvironmentError
+from .launchers import check_group, identify, is_initialized
 from .mesh import build_mesh, checked_seed, resolve_mesh_dims, set_seed
-from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import (
     advisory_timeouts,
     interface_in_use,
@@ -39,15 +38,15 @@ from .network import (
     wrong_gloo_interfaces,
 )
 from .scopes import open_scopes
-from .store import claim_place, open_store
-from .store_barrier import rendezvous_of
+from .store import claim_place, open_store, rendezvous_of
 from .teardown import OwnGroups
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.device_mesh import DeviceMesh
 
 INIT_TIMEOUT = timedelta(minutes=5)
+EVALUATION_TIMEOUT = timedelta(seconds=60000)
 
 _PHASES = ("agree", "connected")
 
@@ -103,6 +102,31 @@ class DistributedContext:
         return self.own.__exit__(kind, error, trace)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a program asks of bring-up: the arguments of :func:`init_distributed`, checked.
+
+    What depends on the launcher or an existing group is checked later.
+
+    Attributes:
+        operation: the function that the program has called, for messages.
+    """
+
+    operation: str
+    backend: str | None
+    timeout: timedelta | None
+    init_timeout: timedelta
+    device: torch.device | None
+    bind: bool = False
+    mesh_dims: Mapping[str, int] | None = None
+    seed: int | None = None
+    connect: Connect = "eager"
+
+    def mesh_sizes(self, world_size: int) -> Mapping[str, int] | None:
+        """The dimensions of the mesh in this world; None if no mesh is requested."""
+        return None if self.mesh_dims is None else resolve_mesh_dims(self.mesh_dims, world_size)
+
+
 def init_distributed(
     backend: str | None = None,
     *,
@@ -121,9 +145,13 @@ def init_distributed(
     ranks agree through the store on world size, ranks, backend and mesh, so a difference raises on
     all ranks.
 
-    In a job of several hosts ``GLOO_SOCKET_IFNAME``, if unset, is set to the interface that routes
-    to the rendezvous address, until the groups are destroyed: by default gloo uses the address of
-    the host name, which can be a loopback address. No other variable is written.
+    In a job of several hosts ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``, where unset, are
+    set to an InfiniBand interface, if this host has one that is up and has an address; if
+    ``NCCL_SOCKET_IFNAME`` names one interface, gloo uses that one. Otherwise
+    ``GLOO_SOCKET_IFNAME``, if unset, is set to the interface that routes to the rendezvous address:
+    by default gloo uses the address of the host name, which can be a loopback address. They are
+    unset when the groups are destroyed. No other variable is written. A warning says if
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` makes timeouts advisory.
 
     An existing default group is adopted unchanged: ``owned`` is False, and a warning lists the
     requested settings that differ. Without ``mesh_dims``, this is local. A group that contradicts
@@ -145,7 +173,7 @@ def init_distributed(
         bind: bind the default group to the device, as ``device_id`` of ``init_process_group``
             (torch then connects immediately and splits). Without effect on the CPU.
         mesh_dims: sizes for ``resolve_mesh_dims``; None creates no mesh.
-        seed: passed to ``set_seed`` with the mesh; None sets no seed.
+        seed: passed to ``set_seed`` with the mesh; None sets no seed. It may differ between ranks.
         connect: ``eager`` connects the new groups with a small all-reduce on each, within
             ``init_timeout``, so that an unreachable interface is an error now and not a hang in the
             first step. ``canary`` also checks the sums. ``none`` lets the first collective connect,
@@ -161,130 +189,189 @@ def init_distributed(
         PeerFailedError: another rank failed while creating the groups.
         ReloadpgError: this rank failed; names the group, its ranks and the interface.
     """
-    name_rank_in_records()
-    timeout = None if timeout is None else as_timedelta(timeout, "timeout")
-    init_timeout = as_timedelta(init_timeout, "init_timeout")
     validate(connect, "init_distributed")
-    if seed is not None:
-        checked_seed(seed)
+    return bring_up(
+        Request(
+            operation="init_distributed",
+            backend=backend,
+            timeout=None if timeout is None else as_timedelta(timeout, "timeout"),
+            init_timeout=as_timedelta(init_timeout, "init_timeout"),
+            device=parse_device(device),
+            bind=bind,
+            mesh_dims=mesh_dims,
+            seed=None if seed is None else checked_seed(seed),
+            connect=connect,
+        )
+    )
+
+
+def ensure_process_group(
+    *,
+    timeout: timedelta | float = EVALUATION_TIMEOUT,
+    init_timeout: timedelta | float = INIT_TIMEOUT,
+) -> bool:
+    """Create a gloo group if the launcher started several ranks and there is no group.
+
+    Collective over the job if it creates the group; blocking, with the timeout ``init_timeout``;
+    idempotent. Does and logs nothing in a world of 1, or if a group exists.
+
+    Args:
+        timeout: timeout of the group; by default 60000 s, for long evaluations.
+        init_timeout: timeout of bring-up.
+
+    Returns:
+        Whether it created the group. If so, the caller must call ``destroy_distributed()``.
+
+    Raises:
+        DistributedEnvironmentError: a variable is missing, empty, not a number or out of range; or
+            a default group exists that contradicts the launcher, as in ``init_distributed``.
+        DisagreementError, RendezvousTimeoutError, PeerFailedError: as ``init_distributed``.
+    """
+    if is_initialized():
+        check_group()
+        return False
+    if identify(os.environ).world_size == 1:
+        return False
+    bring_up(
+        Request(
+            operation="ensure_process_group",
+            backend="gloo",
+            timeout=as_timedelta(timeout, "timeout"),
+            init_timeout=as_timedelta(init_timeout, "init_timeout"),
+            device=torch.device("cpu"),
+        )
+    )
+    return True
+
+
+def bring_up(request: Request) -> DistributedContext:
+    """Adopt the default group, or create it unless this process is alone. As init_distributed."""
+    name_rank_in_records()
     if text := advisory_timeouts(os.environ):
         warn(f"{text}. Unset it; the default of torch is 3.", of_host=True)
-    own, world, mesh = OwnGroups(init_timeout), tables.world(), None
+    own, world = OwnGroups(request.init_timeout), tables.world()
     if world is not None:
-        check_group()
-        sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
-        used = parse_device(device) or _device_of(world)
-        _warn_of_differences(world, backend, timeout)
-        environment = _environment_of_group()
-        if sizes is not None:
-            rendezvous = rendezvous_of(None, "init_distributed")
-            round_ = rendezvous.open("init_distributed", _PHASES, init_timeout.total_seconds())
-            has = tables.backend_of(world)
-            timeout = timeout or _timeout_of(world) or tables.default_timeout(has)
-            creation = _Creation(
-                backend=has,
-                rank=dist.get_rank(),
-                sizes=sizes,
-                device=used,
-                timeout=timeout,
-                connect=connect,
-                own=own,
-            )
-            mesh = creation.within(round_)
+        context = adopt(request, world, own)
     else:
         environment = identify(os.environ, address=True)
-        sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
-        placement = choose_placement(backend, device, environment.local_rank)
-        used = placement.device
-        if environment.world_size > 1:
-            select_interfaces(environment)
-        elif backend is None and sizes is None:
-            placement.use()
-            if seed is not None:
-                set_seed(seed)
-            return DistributedContext(environment, used, None, owned=False, own=own)
-        try:
-            mesh = bring_up(environment, placement, bind, timeout, init_timeout, sizes, connect)
-        except BaseException:
-            restore_interfaces()
-            raise
-    context = DistributedContext(environment, used, mesh, world is None, own)
-    if seed is not None:
-        set_seed(seed, context.mesh)
+        sizes = request.mesh_sizes(environment.world_size)
+        placement = choose_placement(request.backend, request.device, environment.local_rank)
+        if environment.world_size == 1 and request.backend is None and sizes is None:
+            context = alone(environment, placement, own)
+        else:
+            context = create(request, environment, placement, sizes, own)
+    if request.seed is not None:
+        set_seed(request.seed, context.mesh)
     return context
+
+
+def alone(
+    environment: DistributedEnvironment, placement: Placement, own: OwnGroups
+) -> DistributedContext:
+    """Use the device, without a group. Local."""
+    placement.use()
+    return DistributedContext(environment, placement.device, None, owned=False, own=own)
 
 
 # -- a new group ------------------------------------------------------------------------------
 
 
-def bring_up(
+def create(
+    request: Request,
     environment: DistributedEnvironment,
     placement: Placement,
-    bind: bool,
-    timeout: timedelta | None,
-    init_timeout: timedelta,
     sizes: Mapping[str, int] | None,
-    connect: Connect,
-) -> DeviceMesh | None:
-    """Create the default group and the mesh from valid input. Collective, blocking, with a timeout.
+    own: OwnGroups,
+) -> DistributedContext:
+    """Create the default group and the mesh. Collective, blocking, with a timeout.
 
     If it raises, this process has no group.
     """
-    if timeout is None:
-        timeout = tables.default_timeout(placement.backend)
-    store = open_store(environment, init_timeout)
-    placement.use()
-    rank, size = environment.rank, environment.world_size
-    backend, device = placement.backend, placement.device
-    # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
-    # which may be hours. So the groups are created within a round.
-    root = None if size == 1 else partial(PrefixStore, "barriers", store)
-    seconds, difference = init_timeout.total_seconds(), ""
-    if root is not None:
-        difference = claim_place(store, environment, seconds)
-    rendezvous = Rendezvous(root, rank, size, watches=not difference)
-    if difference:  # a process that is refused is not counted, also on its host
-        rendezvous.state.job = 1
-    elif root is not None:
-        rendezvous.count_job()  # before the others can count on this process
-    round_ = rendezvous.round("init_distributed", _PHASES, seconds)
-    if difference:
-        round_.disagree(difference)
-    with round_:
-        round_.enter()
-    creation = _Creation(
-        backend=backend,
-        rank=rank,
-        sizes=sizes,
-        device=device,
-        timeout=timeout,
-        connect=connect,
-        own=OwnGroups(),
-    )
+    several = environment.world_size > 1
+    if several:
+        select_interfaces(environment)
+    try:
+        store = open_store(environment, request.init_timeout, request.operation)
+        placement.use()
+        # If a peer dies between agreement and connection, this rank would wait for all of
+        # ``timeout``, which may be hours. So the groups are created within a round.
+        rendezvous, round_ = _join(request, environment, store if several else None)
+        timeout = request.timeout or tables.default_timeout(placement.backend)
+        device = placement.device
 
-    def create_world() -> None:
-        creation.at = f"creating the default group ({backend})"
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=device if bind and device.type != "cpu" else None,
+        def create_world() -> None:
+            dist.init_process_group(
+                placement.backend,
+                store=store,
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=timeout,
+                device_id=device if request.bind and device.type != "cpu" else None,
+            )
+
+        creation = _Creation(
+            request, environment.rank, placement.backend, device, timeout, sizes, own
         )
-
-    mesh = creation.within(round_, create_world)
-    store.set_timeout(timeout)
+        with jobs.expecting(rendezvous):
+            mesh = creation.within(round_, create_world)
+        store.set_timeout(timeout)
+    except BaseException:
+        restore_interfaces()
+        raise
     logging.getLogger(__name__).info(
         "rank %d of %d (%s): created the default group with %s on %s, timeout %g s",
-        rank,
-        size,
+        environment.rank,
+        environment.world_size,
         environment.source,
-        backend,
+        placement.backend,
         device,
         timeout.total_seconds(),
     )
-    return mesh
+    return DistributedContext(environment, device, mesh, owned=True, own=own)
+
+
+def _join(
+    request: Request, environment: DistributedEnvironment, store: Store | None
+) -> tuple[Rendezvous, Round]:
+    """Take this process's place in the job, and enter the bring-up. Blocking, with a timeout.
+
+    Args:
+        store: the store of the job; None in a world of 1.
+
+    Returns:
+        The rendezvous, which is that of the job from now on, and the bring-up.
+
+    Raises:
+        DisagreementError: another process has this rank, or another world size. The ranks that
+            wait for this one raise it too.
+    """
+    rank, size = environment.rank, environment.world_size
+    seconds = request.init_timeout.total_seconds()
+    root = None if store is None else lambda: store
+    rendezvous = Rendezvous(root, rank, size, watches=True)
+    if store is not None:
+        difference = claim_place(rendezvous.client, environment, request.operation, seconds)
+        if difference:
+            _refuse(request, rendezvous, difference)
+        rendezvous.count_job()  # before the others can count on this process
+    return rendezvous, rendezvous.open(request.operation, _PHASES, seconds)
+
+
+def _refuse(request: Request, rendezvous: Rendezvous, difference: str) -> NoReturn:
+    """Raise that this process has no place in the job, on the ranks that wait for it too.
+
+    It counts neither the job nor itself among the processes of this host.
+    """
+    seconds = request.init_timeout.total_seconds()
+    rendezvous.state.job = 1
+    with suppress(ReloadpgError):
+        now = rendezvous.drive(rendezvous.state.read(), Deadline(request.operation, seconds))
+        if now.number == rendezvous.state.next:  # else the job has begun, and continues without it
+            rendezvous.open(request.operation, _PHASES, seconds).disagree(difference)
+    raise DisagreementError(
+        f"{request.operation}: the ranks do not agree: {difference}. Nothing was changed on any "
+        f"rank. When the ranks agree, call {request.operation}() again on all ranks."
+    )
 
 
 @dataclass
@@ -296,12 +383,12 @@ class _Creation:
         at: the current work, for messages.
     """
 
-    backend: str
+    request: Request
     rank: int
-    sizes: Mapping[str, int] | None
+    backend: str
     device: torch.device
     timeout: timedelta
-    connect: Connect
+    sizes: Mapping[str, int] | None
     own: OwnGroups
     at: str = "creating groups"
 
@@ -311,7 +398,11 @@ class _Creation:
         On failure, the groups are aborted.
         """
         mesh_dims = "none" if self.sizes is None else _shown(self.sizes)
-        arguments = {"backend": self.backend, "mesh_dims": mesh_dims, "connect": self.connect}
+        arguments = {
+            "backend": self.backend,
+            "mesh_dims": mesh_dims,
+            "connect": self.request.connect,
+        }
         round_.barrier("agree", Plan("init_distributed", (Entry("", (), arguments),)))
         made: list[DeviceMesh | None] = []
         wanted = CancelToken()
@@ -319,6 +410,7 @@ class _Creation:
         def create() -> None:
             try:
                 if first is not None:
+                    self.at = f"creating the default group ({self.backend})"
                     first()
                 if not wanted.cancelled:
                     made.append(self._create_mesh(wanted))
@@ -326,10 +418,7 @@ class _Creation:
                 raise
             except RuntimeError as error:
                 remedy = wrong_gloo_interfaces() if "gloo" in self.backend else ""
-                raise ReloadpgError(
-                    f"init_distributed: rank {self.rank} failed at {self.at} over "
-                    f"{interface_in_use()}: {error}. No group was created. {remedy or _UNREACHABLE}"
-                ) from error
+                raise self._error(f"failed at {self._where}: {error}", remedy) from error
             finally:
                 if wanted.cancelled:  # the caller has raised and does not own later groups
                     self.own.abort()
@@ -337,7 +426,7 @@ class _Creation:
         try:
             with round_:
                 task = Task(create, "init_distributed")
-                round_.watch([task], wanted, lambda: f"{self.at} over {interface_in_use()}")
+                round_.watch([task], wanted, lambda: self._where)
                 round_.barrier("connected")
         except BaseException:
             wanted.cancel()  # also if the wait for the thread has not begun
@@ -345,13 +434,23 @@ class _Creation:
             raise
         return made[0]
 
+    @property
+    def _where(self) -> str:
+        return f"{self.at} over {interface_in_use()}"
+
+    def _error(self, what: str, remedy: str) -> ReloadpgError:
+        return ReloadpgError(
+            f"{self.request.operation}: rank {self.rank} {what}. No group was created. "
+            f"{remedy or _UNREACHABLE}"
+        )
+
     def _create_mesh(self, token: CancelToken) -> DeviceMesh | None:
         """Create the mesh, if requested, and connect the groups created since bring-up began."""
         mesh = None
         if self.sizes is not None:
             self.at = "creating the mesh"
             mesh = build_mesh(self.sizes, self.device.type, self.timeout)
-        for group in self.own.now() if self.connect != "none" else ():
+        for group in self.own.now() if self.request.connect != "none" else ():
             if token.cancelled or group.size() == 1:
                 continue
             kinds = tables.device_backends(group)
@@ -359,12 +458,12 @@ class _Creation:
             self.at = f"connecting {desc!r} of {ranks} ({tables.backend_of(group)})"
             used = self.device if self.device.type in kinds else torch.device(next(iter(kinds)))
             sums = sum_ranks(group, used, token)
-            if self.connect == "canary" and sums is not None and sums[0] != sums[1]:
+            if self.request.connect == "canary" and sums is not None and sums[0] != sums[1]:
                 total, expected = sums
-                raise ReloadpgError(
-                    f"init_distributed: {self.at} over {interface_in_use()}: the sum over the "
-                    f"ranks is {total}, expected {expected}. No group was created. The "
-                    f"communicator does not connect the right ranks, or corrupts data."
+                raise self._error(
+                    f"failed at {self._where}: the sum over the ranks is {total}, expected "
+                    f"{expected}",
+                    "The communicator does not connect the right ranks, or corrupts data.",
                 )
         return mesh
 
@@ -374,6 +473,23 @@ def _shown(sizes: Mapping[str, int]) -> str:
 
 
 # -- a group that exists ----------------------------------------------------------------------
+
+
+def adopt(request: Request, world: ProcessGroup, own: OwnGroups) -> DistributedContext:
+    """Use the default group, and create the mesh over it. Collective if there is a mesh."""
+    check_group()
+    sizes = request.mesh_sizes(dist.get_world_size())
+    device = request.device or _device_of(world)
+    _warn_of_differences(request, world)
+    environment, mesh = _environment_of_group(), None
+    if sizes is not None:
+        seconds = request.init_timeout.total_seconds()
+        backend, rank = tables.backend_of(world), dist.get_rank()
+        timeout = request.timeout or _timeout_of(world) or tables.default_timeout(backend)
+        rendezvous = rendezvous_of(None, "init_distributed")
+        round_ = rendezvous.open(request.operation, _PHASES, seconds)
+        mesh = _Creation(request, rank, backend, device, timeout, sizes, own).within(round_)
+    return DistributedContext(environment, device, mesh, owned=False, own=own)
 
 
 def _environment_of_group() -> DistributedEnvironment:
@@ -402,10 +518,10 @@ def _timeout_of(world: ProcessGroup) -> timedelta | None:
     return max(backends.get_timeouts(world, devices).values(), default=None)
 
 
-def _warn_of_differences(
-    world: ProcessGroup, backend: str | None, timeout: timedelta | None
-) -> None:
+def _warn_of_differences(request: Request, world: ProcessGroup) -> None:
+    """Warn of requested settings that an existing group does not have."""
     differing, current = [], _timeout_of(world)
+    backend, timeout = request.backend, request.timeout
     kinds = tables.device_backends(world)
     pairs = (f"{kind}:{name}" for kind, name in kinds.items())
     has = {tables.backend_of(world).lower(), *kinds.values(), *pairs}

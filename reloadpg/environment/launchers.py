@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from .model import (
+from .identity import (
     ADDRESS,
     LOOPBACK,
     DistributedEnvironment,

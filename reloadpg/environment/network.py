@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from ipaddress import ip_address
 from pathlib import Path
 
-from .model import DistributedEnvironment, ip_of, write_variables
+from .identity import DistributedEnvironment, ip_of, write_variables
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -49,13 +50,17 @@ def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGrou
     destroyed:
 
     * no exception: a barrier on the store with a timeout, then an orderly destroy;
-    * any exception (also KeyboardInterrupt and SystemExit): rank and traceback are logged, peers
-      that wait at their exit are notified, and the groups are aborted, since an orderly destroy
-      can wait for peers. The exception propagates; errors of the clean-up are logged.
+    * any exception (also KeyboardInterrupt and SystemExit): rank, error and line are logged, peers
+      that wait at their exit or in :func:`barrier` are notified, and the groups are aborted, since
+      an orderly destroy can wait for peers. The exception propagates; errors of the clean-up are
+      logged.
 
-    A peer that waits in a gloo collective fails at once, since its connection is closed. A peer in
-    a collective of NCCL is not notified: it waits until the timeout of the group, unless the
-    launcher ends it first, as torchrun, mpirun and ``srun --kill-on-bad-exit`` do.
+    A peer that waits in a gloo collective fails at once, since its connection is closed; but not
+    while a forked child of this process holds a copy of the connection, as a worker of a DataLoader
+    that was started after the groups does: that peer waits until the child ends, or until the
+    timeout of the group. Start such children with ``spawn`` or ``forkserver``, or before the
+    groups. A peer in a collective of NCCL is not notified: it waits until the timeout of the group,
+    unless the launcher ends it first, as torchrun, mpirun and ``srun --kill-on-bad-exit`` do.
 
     Collective over the members of the groups that it destroys. Scopes nest: the innermost scope
     around its creation owns a group, also across offload and reload. A scope may end while groups
@@ -104,7 +109,7 @@ class OwnGroups(Scope):
             return
         import torch.distributed as dist
 
-        from .store_barrier import leave_together
+        from .store import leave_together
 
         try:
             for group in self.meets_on():
@@ -132,12 +137,12 @@ def _abandon(
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Log first, before anything that can block.
+    # Log first, before anything that can block. The traceback is printed where the error is caught.
+    frames = traceback.extract_tb(error.__traceback__)
     logging.getLogger(__name__).error(
-        "rank %d of %d failed; its process groups are aborted",
-        rank,
-        size,
-        exc_info=(type(error), error, error.__traceback__),
+        "rank %d of %d failed, and its process groups are aborted: %s%s",
+        *(rank, size, "".join(traceback.format_exception_only(error)).strip()),
+        "".join(f" ({one.name}, {one.filename}:{one.lineno})" for one in frames[-1:]),
     )
     _attempt("the other ranks could not be notified", partial(_tell_peers, error, tell))
     _attempt("the coalescing of a group could not be ended", partial(_close_coalescing, groups))
@@ -166,7 +171,7 @@ def _tell_peers(error: BaseException, groups: Sequence[ProcessGroup]) -> None:
     """Make peers raise that wait at these last barriers, or at a barrier within the block."""
     end = time.monotonic() + _TELL_S
     for group in groups:
-        from .store_barrier import rendezvous_of
+        from .store import rendezvous_of
 
         if time.monotonic() < end:
             with suppress(PeerFailedError):  # another rank has left before

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..environment.model import AGENT_STORE, DistributedEnvironment, host_store
+from ..environment.identity import AGENT_STORE, DistributedEnvironment, host_store
 from ..errors import InvalidOptionError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from ..settings import as_timedelta
 from ..texts import format_ranks

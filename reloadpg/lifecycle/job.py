@@ -211,6 +211,7 @@ class Jobs:
     def begin_process(self) -> None:
         """Forget the job and the operation, which in a forked child are the parent's. Local."""
         self._job: Job | None = None
+        self._expected: Rendezvous | None = None
         self._running: Running | None = None
 
     def current(self, operation: str) -> Job | None:
@@ -232,13 +233,29 @@ class Jobs:
             if self._job is None or self._job.of() is not world:
                 # Rank 0's store, and the server in it, must not outlive the default group:
                 # otherwise the next job would find the keys of this one.
-                root = stores.root_store_of_job(world) if tables.has_peers() else None
-                rendezvous = Rendezvous(root, world.rank(), world.size(), watches=True)
+                rendezvous, self._expected = self._expected, None
+                if rendezvous is None:
+                    root = stores.root_store_of_job(world) if tables.has_peers() else None
+                    rendezvous = Rendezvous(root, world.rank(), world.size(), watches=True)
                 job = Job(weakref.ref(world, self._forget), rendezvous)
                 if (group := managed(world)) is not None:
                     group.before_end = job.end
                 self._job = job
             return self._job
+
+    @contextmanager
+    def expecting(self, rendezvous: Rendezvous) -> Iterator[None]:
+        """Make this the rendezvous of the job whose default group is created in the block. Local.
+
+        Its ranks have counted the job, and have met. Otherwise a job counts itself, with a separate
+        connection to the store.
+        """
+        self._expected = rendezvous
+        try:
+            yield
+            self.current("init_distributed")
+        finally:
+            self._expected = None
 
     def _forget(
         self,

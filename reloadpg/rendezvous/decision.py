@@ -16,6 +16,7 @@ TIMEOUT_SETTING = {
     "reload": "install(timeout=...)",
     "recover": "recover(timeout=...)",
     "init_distributed": "init_timeout",
+    "ensure_process_group": "init_timeout",
 }
 """The setting that holds the timeout of an operation, by its name; others take an argument."""
 

@@ -156,7 +156,7 @@ def _default_group(backend: str | None, seconds: float) -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    from ..environment.store_barrier import leave_together
+    from ..environment.store import leave_together
 
     dist.init_process_group(backend)
     # Gloo's creation returns on a fast rank before a slow one is connected. The slow rank fails

@@ -36,7 +36,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from ..environment.model import (
+from ..environment.identity import (
     AGENT_STORE,
     LOOPBACK,
     DistributedEnvironment,

@@ -245,7 +245,7 @@ def wait_for_arrival() -> dist.TCPStore:
         wait_for_workers=False,
         multi_tenant=True,  # bring-up's own store at this address has the same server
     )
-    count = "reloadpg/bringup/0/1/barriers/reloadpg/1/1/count"
+    count = "reloadpg/bringup/0/1/reloadpg/1/1/count"
     store.wait([count], timedelta(seconds=LIMIT))
     return store
 

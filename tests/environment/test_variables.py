@@ -12,7 +12,7 @@ from reloadpg.environment import (
     DistributedEnvironment,
     detect_environment,
 )
-from reloadpg.environment.model import port_from_ids
+from reloadpg.environment.identity import port_from_ids
 
 ENVIRONMENT = DistributedEnvironment("slurm", 5, 1, 8, 4, 1, 2, "n1", 15123)
 
