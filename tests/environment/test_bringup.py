@@ -170,6 +170,35 @@ def test_ranks_that_are_not_described_as_by_torchrun_come_up(env: dict[str, str 
     assert found == [(0, True, 2, 2.0), (1, False, 2, 2.0)]
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_library_has_one_connection_to_the_store_from_bring_up_to_exit(
+    installed: bool, rank: int
+) -> None:
+    """The job is counted once: bring-up is its first operation, and its list of processes is that
+    of barriers."""
+    from reloadpg.c10d import stores
+
+    opened, clone = [], stores.clone_store
+
+    def counted(store: dist.Store, **options: Any) -> dist.Store:
+        opened.append(store)
+        return clone(store, **options)
+
+    stores.clone_store = counted
+    if installed:
+        reloadpg.install(backends={"gloo"})
+    with environment.init_distributed("gloo", init_timeout=LIMIT):
+        world = dist.group.WORLD
+        assert world is not None
+        environment.barrier("all are up")
+        if installed:
+            reloadpg.offload()
+            reloadpg.reload()
+        assert stores.root_store(world).get(f"reloadpg/jobs/{rank}") == b"1"
+    assert len(opened) == 1 + installed  # a reload has a separate client
+
+
 # ---------------------------------------------------------------------------------------------
 # adoption
 

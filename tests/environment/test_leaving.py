@@ -86,8 +86,11 @@ def die_before_a_barrier(
 ) -> Any:
     if known == "installed":
         reloadpg.install(backends={"gloo"})
-    client = dist.TCPStore("127.0.0.1", port, None, False)
-    dist.init_process_group("gloo", store=client, rank=rank, world_size=size)
+    if known == "by bring-up":
+        environment.init_distributed("gloo", init_timeout=LIMIT_S)
+    else:
+        client = dist.TCPStore("127.0.0.1", port, None, False)
+        dist.init_process_group("gloo", store=client, rank=rank, world_size=size)
     store = dist.distributed_c10d._get_default_store()
     group = dist.new_group(ranks) if ranks else None
     if known == "by a barrier":
@@ -104,7 +107,8 @@ def die_before_a_barrier(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "known"), [(None, "by a barrier"), (None, "installed"), ([1, 2], "installed")]
+    ("ranks", "known"),
+    [(None, "by a barrier"), (None, "by bring-up"), ([1, 2], "installed")],
 )
 def test_a_barrier_ends_when_a_process_of_this_host_has_ended(
     ranks: list[int] | None, known: str
