@@ -83,52 +83,6 @@ PLANS = {
 FAULTS = ("lost", "interrupt", "timeout", "failure")
 
 
-class Scenario(NamedTuple):
-    """The configuration of one state space.
-
-    Attributes:
-        scripts: the calls of each rank.
-        faults: how many faults occur, each at any command.
-        kinds: their kinds: ``interrupt`` and ``failure`` of a rank's own work, ``lost`` (the store
-            does not respond; executed or not), ``late`` (likewise, and executed at any later
-            time), ``reset`` (executed, and repeated on a new connection), ``timeout`` (too early,
-            while it waits or works), ``crash``.
-        where: the ranks in which they occur.
-        outcomes: the kinds of decisions that may occur.
-        jobs: the number of jobs that each rank has counted on the store before this one; None to
-            begin in a job that all ranks have counted.
-        newest: the number of the newest job on the store; None for the highest of ``jobs``.
-        old: the value of ``current`` in that job.
-        names: whether the ranks exchange names after an early end.
-        looks: whether ranks look for failures of others while they work.
-        polls: whether long waits end before there is news.
-        stays_away: whether a rank that has failed may make no further call.
-        patience: errors after which a rank ends its program, while another one has crashed.
-        watches: whether ranks notice that another one has crashed.
-        states: whether ranks offload and reload groups, with plans that have their state, and
-            exchange the names of ranks and their plans after an early end.
-        most_errors: how often a rank may raise after the last fault: its error, and a difference
-            from what the other ranks call next.
-    """
-
-    scripts: tuple[tuple[str, ...], ...]
-    faults: int = 0
-    kinds: tuple[str, ...] = ()
-    where: tuple[int, ...] = ()
-    outcomes: str = ""
-    jobs: tuple[int, ...] | None = None
-    looks: bool = False
-    polls: bool = False
-    stays_away: bool = False
-    patience: int = 5
-    watches: bool = False
-    states: bool = False
-    most_errors: int = 2
-    newest: int | None = None
-    old: Current = Current()
-    names: bool = False
-
-
 class Groups(NamedTuple):
     """The groups of a rank.
 
@@ -161,6 +115,54 @@ class Groups(NamedTuple):
         if operation == "recover":  # a generation above that of any rank
             return Groups(False, result.number)
         return Groups(False, self.whole or self.generation + self.offloaded)
+
+
+class Scenario(NamedTuple):
+    """The configuration of one state space.
+
+    Attributes:
+        scripts: the calls of each rank.
+        faults: how many faults occur, each at any command.
+        kinds: their kinds: ``interrupt`` and ``failure`` of a rank's own work, ``lost`` (the store
+            does not respond; executed or not), ``late`` (likewise, and executed at any later
+            time), ``reset`` (executed, and repeated on a new connection), ``timeout`` (too early,
+            while it waits or works), ``crash``.
+        where: the ranks in which they occur.
+        outcomes: the kinds of decisions that may occur.
+        jobs: the number of jobs that each rank has counted on the store before this one; None to
+            begin in a job that all ranks have counted.
+        newest: the number of the newest job on the store; None for the highest of ``jobs``.
+        old: the value of ``current`` in that job.
+        names: whether the ranks exchange names after an early end.
+        looks: whether ranks look for failures of others while they work.
+        polls: whether long waits end before there is news.
+        stays_away: whether a rank that has failed may make no further call.
+        patience: errors after which a rank ends its program, while another one has crashed.
+        watches: whether ranks notice that another one has crashed.
+        states: whether ranks offload and reload groups, with plans that have their state, and
+            exchange the names of ranks and their plans after an early end.
+        groups: the groups of each rank at the begin, after failures.
+        most_errors: how often a rank may raise after the last fault: its error, and a difference
+            from what the other ranks call next.
+    """
+
+    scripts: tuple[tuple[str, ...], ...]
+    faults: int = 0
+    kinds: tuple[str, ...] = ()
+    where: tuple[int, ...] = ()
+    outcomes: str = ""
+    jobs: tuple[int, ...] | None = None
+    looks: bool = False
+    polls: bool = False
+    stays_away: bool = False
+    patience: int = 5
+    watches: bool = False
+    states: bool = False
+    most_errors: int = 2
+    newest: int | None = None
+    old: Current = Current()
+    names: bool = False
+    groups: tuple[Groups, ...] = ()
 
 
 class Result(NamedTuple):
@@ -541,7 +543,9 @@ class Explorer:
             store = tuple(sorted(store))
         seats = []
         for rank, script in enumerate(self.case.scripts):
-            seats.append(self.seated(Seat(rank, script, job=int(jobs is None)))[0])
+            groups = self.case.groups[rank] if self.case.groups else Groups()
+            seat = Seat(rank, script, job=int(jobs is None), groups=groups)
+            seats.append(self.seated(seat)[0])
         history = self.histories.of((frozenset(), frozenset()))
         return World(self.stores.of(store), tuple(seats), self.case.faults, history)
 

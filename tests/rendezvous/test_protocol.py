@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import explorer
-from helpers.explorer import FAULTS, Explorer, Scenario, Violation
+from helpers.explorer import FAULTS, Explorer, Groups, Scenario, Violation
 
 from reloadpg.rendezvous import protocol
 from reloadpg.rendezvous.decision import Decision
@@ -92,6 +92,11 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "two jobs on one store": Scenario(
         ((*SHORT, "init", *SHORT),) * 2, 1, ("late", "interrupt"), (0, 1), OUTCOMES, (0, 1)
+    ),
+    "states that differ": Scenario(
+        (("reload", *CYCLE),) * 3,
+        states=True,
+        groups=(Groups(offloaded=True, generation=1), Groups(generation=2), Groups()),
     ),
     "a repeated request": Scenario((CYCLE,) * 2, 1, ("reset",), (0, 1), "", polls=True),
     "a repeated request, and any fault": Scenario(
