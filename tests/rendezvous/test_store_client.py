@@ -18,6 +18,8 @@ from helpers.fault_job import BOUND, FAR, attempt
 from helpers.watched_store import WatchedStore
 
 import reloadpg
+from reloadpg.c10d import stores
+from reloadpg.rendezvous import store_client
 from reloadpg.rendezvous.store_client import StoreClient
 from reloadpg.testing import run_ranks
 from reloadpg.threads import Deadline
@@ -116,6 +118,74 @@ def test_a_creating_thread_connects_once_and_names_the_store_if_it_cannot(
     assert clients[1] == ([1, 2, 3] if fault else [1, 2, 2])
     for text in (*doing[0], *doing[1]):
         assert text.endswith("> (connecting to the store)")
+
+
+@pytest.mark.parametrize("executed", [False, True])
+def test_only_a_request_that_may_be_repeated_is_repeated_on_a_new_connection(
+    executed: bool,
+) -> None:
+    """Once, whether the connection was reset before it was executed or after that."""
+    sent: list[str] = []
+    resets = iter([False, True, True, False, False])  # of the first connection: two are reset
+
+    def watch(method: str, key: str) -> None:
+        sent.append(key)
+        if not executed and next(resets, False):
+            raise RuntimeError("Connection reset by peer")
+
+    def answered(method: str, key: str) -> None:
+        if executed and next(resets, False):
+            raise RuntimeError("Connection reset by peer")
+
+    store = WatchedStore(dist.HashStore(), watch, answered)
+    client = StoreClient(lambda: store)
+    deadline = Deadline("test", FAR)
+    assert client.ask(lambda own: own.add("connects", 1), deadline) == 1
+    with pytest.raises(reloadpg.ReloadpgError, match="the rendezvous store is lost: Connection"):
+        client.ask(lambda own: own.add("n", 1), deadline)
+    # The connection is new now. It is not repeated on another one.
+    with pytest.raises(reloadpg.ReloadpgError, match="the rendezvous store is lost: Connection"):
+        client.ask(lambda own: own.compare_set("a", "", "1"), deadline, repeats=True)
+    assert client.ask(lambda own: own.add("m", 1), deadline) == 1
+    resets = iter([True])
+    assert client.ask(lambda own: own.compare_set("b", "", "1"), deadline, repeats=True) == b"1"
+    assert sent == ["connects", "n", "a", "m", "b", "b"]
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_an_idle_connection_that_does_not_respond_is_replaced(
+    repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall may drop what is sent on it. Requests that may not be repeated are sent after a
+    check.
+    """
+    silent, ended, added = threading.Event(), threading.Event(), []
+
+    class First(WatchedStore):
+        """Its first clone gets no response once `silent` is set."""
+
+        def clone(self) -> WatchedStore:
+            first = not self._clones
+            wait = lambda method, key: silent.is_set() and first and ended.wait(FAR)  # noqa: E731
+            self._clones.append(WatchedStore(self._store, wait))
+            return self._clones[-1]
+
+    store = First(dist.HashStore())
+    client = StoreClient(lambda: store)
+    assert client.ask(lambda own: own.add("n", 1), Deadline("test", FAR)) == 1
+    monkeypatch.setattr(stores, "IDLE_S", 0.0)  # instead of seconds
+    monkeypatch.setattr(store_client, "_CHECK_S", 0.2)
+    silent.set()
+
+    def add(own: dist.Store) -> int:
+        added.append(own)
+        return own.add("n", 1)
+
+    try:
+        assert client.ask(add, Deadline("test", FAR), repeats=repeats) == 2
+    finally:
+        ended.set()
+    assert len(added) == 1 + repeats
 
 
 ENDS_WITH_A_REQUEST = """
