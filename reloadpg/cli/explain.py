@@ -27,7 +27,10 @@ from .console import CommandError, positive, say
 COMMUNICATOR_BYTES = (500_000_000, 1_600_000_000)
 """Smallest and largest measured memory of one NCCL communicator on a GPU."""
 
-SOURCE = "0.5 to 1.6 GB for each communicator of 2 or more ranks, from published measurements"
+SOURCE = (
+    "0.5 to 1.6 GB for each communicator of 2 or more ranks, as others have measured "
+    "(benchmarks/README.md, Figures of others, rows 4, 5 and 12)"
+)
 
 NODE = 8  # ranks of a node where there is no accelerator to count
 

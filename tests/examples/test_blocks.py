@@ -106,6 +106,16 @@ def the_update_while_asleep(ranks: list[dict[str, Any]]) -> None:
         assert rank["generation"] == 2 * CYCLES
 
 
+def the_groups_that_stay_until_the_weights_are_sent(ranks: list[dict[str, Any]]) -> None:
+    """One reload in each iteration; part of the memory is paused while the groups are live."""
+    cycle = [("pause", "live"), ("wake", "live"), ("pause", "offloaded"), ("wake", "offloaded")]
+    cycle += [("generate", "offloaded", 0), ("sleep", "offloaded"), ("resume", "offloaded")]
+    cycle += [("resume", "live"), ("train", "live", 4.0)]
+    for rank in ranks:
+        assert rank["seen"] == cycle * CYCLES
+        assert rank["generation"] == CYCLES
+
+
 def the_start_with_the_engine_asleep(ranks: list[dict[str, Any]]) -> None:
     """The engine is asleep before the trainer has groups, and the block leaves them offloaded."""
     for rank in ranks:
@@ -162,6 +172,7 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
     (RL, 'connect="eager"'): (2, the_rollout),
     (RL, "groups_live()"): (2, the_update_while_asleep),
+    (RL, 'pause("optimizer")'): (2, the_groups_that_stay_until_the_weights_are_sent),
     (RL, "report.memory_source"): (2, the_report),
     ("environment", "ensure_process_group()"): (2, the_evaluator),
     ("environment", "process_group_scope()"): (2, the_owner),
