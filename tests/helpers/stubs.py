@@ -53,7 +53,6 @@ class Stubs:
         placeholders = {
             "__name__": "example",
             "build_trainer": self.build_trainer,
-            "create_buffer": lambda group: SimpleNamespace(destroy=group.barrier),
             "data": range(CYCLES),
             "device": torch.device("cpu"),
             "engine": self,
