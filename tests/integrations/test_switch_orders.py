@@ -50,7 +50,7 @@ def a_saver(**memory: int) -> Iterator[tuple[StandInSaver, Any]]:
 def test_groups_stay_until_the_weights_are_sent() -> None:
     """One cycle in each iteration, where an update within the rollout makes two.
 
-    The optimizer's memory goes first, by a tag of its own, while the groups are live: without that
+    The optimizer's memory goes first, by a separate tag, while the groups are live: without that
     the engine's weights have no room.
     """
     simulated.register()
