@@ -198,6 +198,13 @@ def as_timedelta(
     )
 
 
+def seconds_or_none(given: timedelta | float | None, name: str) -> float | None:
+    """Read a timeout of a call in seconds; None stays None. Raises InvalidOptionError."""
+    if given is None:
+        return None
+    return as_timedelta(given, name, "nothing was changed").total_seconds()
+
+
 def as_integer(value: object) -> int | None:
     """Convert an integer of Python or NumPy, or an integer tensor of one element.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ContextDecorator
+from datetime import timedelta
 from functools import partial
 
 from ..groups.registry import registry
 from ..groups.sets import named_sets
 from ..reports import Report
+from ..settings import seconds_or_none
 from ..threads import exiting
 from .connect import Connect, validate
 from .job import SetState, jobs
@@ -20,6 +22,9 @@ from .pending import run
 from .reload import restore
 
 logger = logging.getLogger("reloadpg")
+
+_ROLLOUT_S = 3600.0
+"""Default timeout, in seconds, of the wait at the end of a block: rollouts differ in length."""
 
 
 class offloaded(ContextDecorator):  # noqa: N801 - used like a function
@@ -43,19 +48,30 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
     Args:
         sets: as for :func:`offload`; none for all.
         connect: as for :func:`reload`.
+        timeout: how long the end of the block waits for ranks that are still in the block, without
+            progress on any rank. A number is in seconds. None means one hour, or the timeout of
+            :func:`install` if that is longer: rollouts differ in length. The wait ends at once if a
+            rank fails, or if a process of this host has ended. After an exception in the body, and
+            for all other waits, the timeout is that of ``install``.
 
     Raises:
         InvalidOptionError: an argument cannot be used; nothing was changed.
     """
 
-    def __init__(self, *sets: str, connect: Connect | None = None) -> None:
+    def __init__(
+        self,
+        *sets: str,
+        connect: Connect | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> None:
         self._named = named_sets(sets, "offloaded")
         validate(connect)
         self._connect = connect
+        self._timeout = seconds_or_none(timeout, "timeout")
         self._blocks: list[Block] = []  # a decorated function may call itself
 
     def __enter__(self) -> Report:
-        block = Block(self._named)
+        block = Block(self._named, self._timeout)
         report = block.enter(self._connect)
         self._blocks.append(block)
         return report
@@ -72,10 +88,12 @@ class Block:
 
     Args:
         sets: the sets to offload; empty for all.
+        seconds: the timeout of the wait for ranks that are in the block; None for the default.
     """
 
-    def __init__(self, sets: frozenset[str]) -> None:
+    def __init__(self, sets: frozenset[str], seconds: float | None = None) -> None:
         self._sets = sets or registry.sets
+        self._seconds = seconds
         self._counted: dict[str, SetState] = {}
         self._pid = os.getpid()
 
@@ -131,14 +149,17 @@ class Block:
             self.close()
         if self.is_void or not due:
             return
+        op = Operation(RELOAD, due)
+        seconds = self._seconds or max(_ROLLOUT_S, op.options.timeout.total_seconds())
         try:
-            run(Operation(RELOAD, due), partial(restore, how=connect))
+            run(op, partial(restore, how=connect, seconds=None if error else seconds))
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:
                 raise
             logger.error("reload after an exception in the offloaded block failed: %s", failed)
 
     def close(self) -> None:
+        """Count this block no longer. Local, idempotent."""
         counted, self._counted = self._counted, {}
         for state in counted.values():
             state.close_block()

@@ -85,15 +85,22 @@ _OFFLOADED = (
 """The state and the remedy after a callback has failed."""
 
 
-def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
-    """The steps of a reload; see :func:`reload`."""
+def restore(
+    op: Operation, job: Job, how: Connect | None = None, seconds: float | None = None
+) -> None:
+    """The steps of a reload; see :func:`reload`.
+
+    Args:
+        how: its ``connect``.
+        seconds: the timeout of the first wait for the other ranks; None for that of ``install``.
+    """
     if how is None:
         how = "eager" if op.options.recoverable else "none"
     op.enter()
     op.await_unfinished()
     if op.scope.changes:
         op.call(for_sets(callbacks.before_reload, op.scope.sets), _OFFLOADED)
-    if differs := _agree(op, how):
+    if differs := _agree(op, how, seconds):
         reason = f"The ranks disagreed on the state: {differs}."
         op.record.warn(f"all groups were rebuilt. {reason}")
         op.scope.mark_offloaded()
@@ -108,7 +115,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     strategy.restore(op, job, how)
 
 
-def _agree(op: Operation, how: Connect) -> str:
+def _agree(op: Operation, how: Connect, seconds: float | None) -> str:
     """Agree with all ranks; return in what they differ if that is the state alone.
 
     A link that was down, or a store that did not respond, can let an operation end differently on
@@ -118,7 +125,7 @@ def _agree(op: Operation, how: Connect) -> str:
     differs = ""
     while True:
         try:
-            op.agree(connect=how)
+            op.agree(seconds=seconds, connect=how)
             return differs
         except DisagreementError:
             # The second time, another rank has failed here, and its next reload finds it, too.

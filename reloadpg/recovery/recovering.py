@@ -35,7 +35,7 @@ from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
 from ..lifecycle.recreate import restore
 from ..reports import RankFault, Report
-from ..settings import as_timedelta
+from ..settings import seconds_or_none
 from ..threads import Deadline
 
 logger = logging.getLogger("reloadpg")
@@ -93,7 +93,7 @@ def recover(
         ReloadpgError: the store is lost, and with it the job.
         InvalidOptionError: ``timeout`` is not positive; nothing was changed.
     """
-    seconds = _seconds(timeout)
+    seconds = seconds_or_none(timeout, "timeout")
     op = Operation(RECOVER)
     error = sys.exc_info()[1] if reason is None else reason  # that of this thread
     run(op, partial(_recover, reason=error, seconds=seconds))
@@ -231,13 +231,6 @@ def _longest_wait(group: ManagedGroup) -> float:
     """Longest duration of a collective of the group, in seconds."""
     timeouts = group.current_timeouts().values()
     return max((timeout.total_seconds() for timeout in timeouts), default=0.0) + 10.0
-
-
-def _seconds(given: timedelta | float | None) -> float | None:
-    """Read ``timeout``. Raises InvalidOptionError."""
-    if given is None:
-        return None
-    return as_timedelta(given, "timeout", "nothing was changed").total_seconds()
 
 
 # -- the steps ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ..threads import Deadline
 
 TIMEOUT_SETTING = {
     "offload": "install(timeout=...)",
-    "reload": "install(timeout=...)",
+    "reload": "install(timeout=...), or at the end of a block offloaded(timeout=...)",
     "recover": "recover(timeout=...)",
     "init_distributed": "init_timeout",
     "ensure_process_group": "init_timeout",

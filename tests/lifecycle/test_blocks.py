@@ -6,10 +6,12 @@ import asyncio
 import os
 import socket
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
 from helpers import worlds
+from helpers.fault_job import base_store
 from helpers.jobs import TIMEOUT, start
 from helpers.tables import meet_at_rank_0, store_closed_by_rank_0, summed
 
@@ -49,6 +51,71 @@ def test_the_outermost_block_reloads(raising):
     with reloadpg.offloaded():
         pass
     assert (_state(), reloadpg.status().generation, len(called)) == ("live", 3, 3)
+
+
+@pytest.mark.ranks(2, env=worlds.SILENCE)
+@pytest.mark.parametrize("end", ["default", "timeout=1", "exception"])
+def test_the_end_of_a_block_waits_for_ranks_that_are_still_in_it(rank, end):
+    """Rollouts differ in length: longer than an operation that all ranks begin together. A rank
+    whose body has raised does not wait that long.
+    """
+    start(timeout=60 if end == "timeout=1" else 1)
+    store = base_store().clone()
+    timeout = (1, 60)[rank] if end == "timeout=1" else None
+    raised = ended = None
+    try:
+        with reloadpg.offloaded(timeout=timeout):
+            if rank == 1:
+                store.wait(["waited"])
+            else:
+                ended = _after_a_wait(lambda: store.set("waited", ""))
+            if rank == 0 and end == "exception":
+                raise KeyError("in the rollout")
+    except (KeyError, reloadpg.RendezvousTimeoutError) as error:
+        raised = error
+    if ended is not None:
+        ended()
+    if rank == 1 or end == "default":  # rank 1 completes rank 0's next call
+        assert (raised, _state()) == (None, "live")
+        return
+    assert _state() == "offloaded"
+    if end == "exception":
+        assert isinstance(raised, KeyError)
+    else:
+        assert isinstance(raised, reloadpg.RendezvousTimeoutError)
+        assert "rank 0 waited 1 s" in str(raised)
+        assert "offloaded(timeout=...)" in str(raised)
+    reloadpg.reload()
+    assert _state() == "live"
+
+
+def _after_a_wait(act):
+    """Call a function when this rank's reload has waited for 4 s, or has ended; returns what ends
+    it.
+    """
+    ended = threading.Event()
+
+    def watch():
+        begun = None
+        while not ended.wait(0.1) and (begun is None or time.monotonic() < begun + 4):
+            running = reloadpg.status().running
+            if begun is None and running is not None and running.waiting:
+                begun = time.monotonic()
+        act()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+
+    def end():
+        ended.set()
+        thread.join()
+
+    return end
+
+
+def test_the_timeout_of_a_block_is_checked():
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="timeout"):
+        reloadpg.offloaded(timeout=0)
 
 
 def _listens(port):
