@@ -72,9 +72,12 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
 
     def __enter__(self) -> Report:
         block = Block(self._named, self._timeout)
-        report = block.enter(self._connect)
         self._blocks.append(block)
-        return report
+        try:
+            return block.enter(self._connect)
+        except BaseException:
+            self._blocks.remove(block)
+            raise
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         self._blocks.pop().leave(error, self._connect)
@@ -118,18 +121,18 @@ class Block:
         op = Operation(OFFLOAD, self._sets)
         try:
             report = run(op, release)
+            self._count()
         except BaseException as error:
             if op.committed:
                 self._count()
                 self.leave(error, connect)
             raise
-        self._count()
         return report
 
     def _count(self) -> None:
-        """Count this block."""
+        """Count this block. Idempotent."""
         job = jobs.known
-        if job is not None:
+        if job is not None and not self._counted:
             self._counted = {name: job.sets[name] for name in self._sets}
             for state in self._counted.values():
                 state.open_block()

@@ -380,7 +380,8 @@ def eventually(condition: Callable[[], object]) -> bool:
 def join_operations() -> None:
     """Wait until all operations of this process that run in threads have ended."""
     for thread in threading.enumerate():
-        if thread.name.startswith("reloadpg-") and not thread.daemon:
+        # An interrupt in `start` can leave a thread that never begins.
+        if thread.name.startswith("reloadpg-") and not thread.daemon and thread.ident is not None:
             thread.join(PATIENCE.total_seconds())
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ from helpers.fault_job import FAR, Job, attempt, base_store, join_operations
 from helpers.interrupting import raised_at_call
 
 import reloadpg
+from reloadpg.lifecycle.block import Block
 from reloadpg.lifecycle.pending import run
 from reloadpg.rendezvous.round import barrier_hooks
 from reloadpg.testing import run_ranks
@@ -142,6 +148,107 @@ def test_a_second_interrupt_while_the_first_is_handled_leaves_no_operation_runni
     barrier_hooks.clear()
     reloadpg.reload()
     job.assert_live()
+
+
+SIGNALS = int(os.environ.get("SIGNALS", "24"))
+"""Number of signals of the sweep. ``SIGNALS=600`` is a sweep of some minutes."""
+
+
+class Signals:
+    """Interrupts calls of this process by real signals at random moments, once or twice."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._left = 0
+        self.sent = 0
+        signal.signal(signal.SIGALRM, self._handle)
+
+    def _handle(self, _: int, frame: FrameType | None) -> None:
+        if not self._left:
+            return
+        while frame is not None and frame.f_code not in ENTERED:
+            frame = frame.f_back
+        if frame is None:  # the call has not begun, or has ended
+            signal.setitimer(signal.ITIMER_REAL, 20e-6)
+            return
+        self._left -= 1
+        self.sent += 1
+        if self._left:
+            signal.setitimer(signal.ITIMER_REAL, self._random.uniform(10e-6, 1e-3))
+        raise KeyboardInterrupt
+
+    def during(self, call: Callable[[], object], seconds: float) -> str:
+        """Call a function with signals within this time; return the name of its error."""
+        kind = ""
+        try:
+            try:
+                self._left = self._random.choice((1, 2))
+                signal.setitimer(signal.ITIMER_REAL, self._random.uniform(20e-6, seconds))
+                call()
+            except BaseException as error:
+                kind = type(error).__name__
+            finally:
+                self._left = 0
+        except KeyboardInterrupt:
+            kind = "KeyboardInterrupt"
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return kind
+
+
+ENTERED = {run.__code__, Block.enter.__code__}
+
+
+def _sweep(rank: int, size: int, signals: int) -> tuple[int, set[str]]:
+    job = Job("gloo", subgroups=([0, 1],) * 4, timeout=FAR)
+    mine, kinds = Signals(signals), set()
+    spinning = threading.Event()
+    for register in (reloadpg.on_offload, reloadpg.on_reload):
+        register(lambda: spinning.is_set() and spin())
+
+    def block() -> None:
+        with reloadpg.offloaded():
+            pass
+
+    calls = [reloadpg.offload, reloadpg.reload, block, block]
+    number = 0
+    while mine.sent < signals if rank == INTERRUPTED else True:
+        call = calls[number % 4]
+        if number % 4 == 3:
+            spinning.set()
+        if call is reloadpg.reload:
+            reloadpg.offload()
+        begun = time.monotonic()
+        kind = mine.during(call, 0.03) if rank == INTERRUPTED else attempt(call).kind
+        kinds.add(kind)
+        assert time.monotonic() - begun < FAR / 2, (number, kind)
+        spinning.clear()
+        join_operations()
+        assert reloadpg.status().running is None
+        job.meet(f"ended {number}")
+        if rank == INTERRUPTED:
+            base_store().set(f"over/{number}", str(mine.sent >= signals))
+        reloadpg.reload()
+        job.assert_live()
+        if base_store().get(f"over/{number}") == b"True":
+            break
+        number += 1
+    return mine.sent, kinds
+
+
+def spin() -> None:
+    """Run Python code for some milliseconds."""
+    end = time.monotonic() + 0.005
+    while time.monotonic() < end:
+        pass
+
+
+def test_signals_at_random_moments_are_told_and_leave_no_operation_running() -> None:
+    """In an offload, a reload, a block and its callbacks; single signals and pairs."""
+    (_, peers), (sent, own) = run_ranks(_sweep, 2, args=(SIGNALS,), timeout=240 + SIGNALS)
+    assert sent >= SIGNALS
+    assert peers <= {"", "PeerFailedError"}
+    assert "PeerFailedError" in peers
+    assert "KeyboardInterrupt" in own
 
 
 # -- callbacks after a reload ---------------------------------------------------------------------
