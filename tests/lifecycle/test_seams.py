@@ -210,7 +210,7 @@ def _sweep(rank: int, size: int, signals: int) -> tuple[int, set[str]]:
             pass
 
     calls = [reloadpg.offload, reloadpg.reload, block, block]
-    number = 0
+    number, usual = 0, 0.03
     while mine.sent < signals if rank == INTERRUPTED else True:
         call = calls[number % 4]
         if number % 4 == 3:
@@ -218,7 +218,7 @@ def _sweep(rank: int, size: int, signals: int) -> tuple[int, set[str]]:
         if call is reloadpg.reload:
             reloadpg.offload()
         begun = time.monotonic()
-        kind = mine.during(call, 0.03) if rank == INTERRUPTED else attempt(call).kind
+        kind = mine.during(call, usual) if rank == INTERRUPTED else attempt(call).kind
         kinds.add(kind)
         assert time.monotonic() - begun < FAR / 2, (number, kind)
         spinning.clear()
@@ -229,6 +229,10 @@ def _sweep(rank: int, size: int, signals: int) -> tuple[int, set[str]]:
             base_store().set(f"over/{number}", str(mine.sent >= signals))
         reloadpg.reload()
         job.assert_live()
+        begun = time.monotonic()
+        reloadpg.offload()
+        usual = 0.8 * usual + 0.3 * (time.monotonic() - begun)  # half as long as it takes again
+        reloadpg.reload()
         if base_store().get(f"over/{number}") == b"True":
             break
         number += 1
