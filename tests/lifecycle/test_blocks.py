@@ -59,9 +59,9 @@ def test_the_end_of_a_block_waits_for_ranks_that_are_still_in_it(rank, end):
     """Rollouts differ in length: longer than an operation that all ranks begin together. A rank
     whose body has raised does not wait that long.
     """
-    start(timeout=60 if end == "timeout=1" else 1)
+    start(timeout=60 if end == "timeout=1" else 4)
     store = base_store().clone()
-    timeout = (1, 60)[rank] if end == "timeout=1" else None
+    timeout = (4, 60)[rank] if end == "timeout=1" else None
     raised = ended = None
     try:
         with reloadpg.offloaded(timeout=timeout):
@@ -83,21 +83,21 @@ def test_the_end_of_a_block_waits_for_ranks_that_are_still_in_it(rank, end):
         assert isinstance(raised, KeyError)
     else:
         assert isinstance(raised, reloadpg.RendezvousTimeoutError)
-        assert "rank 0 waited 1 s" in str(raised)
+        assert "rank 0 waited 4 s" in str(raised)
         assert "offloaded(timeout=...)" in str(raised)
     reloadpg.reload()
     assert _state() == "live"
 
 
 def _after_a_wait(act):
-    """Call a function when this rank's reload has waited for 4 s, or has ended; returns what ends
+    """Call a function when this rank's reload has waited for 6 s, or has ended; returns what ends
     it.
     """
     ended = threading.Event()
 
     def watch():
         begun = None
-        while not ended.wait(0.1) and (begun is None or time.monotonic() < begun + 4):
+        while not ended.wait(0.1) and (begun is None or time.monotonic() < begun + 6):
             running = reloadpg.status().running
             if begun is None and running is not None and running.waiting:
                 begun = time.monotonic()
