@@ -383,9 +383,9 @@ def test_the_store_server_ends_with_the_default_group(rank, world, delay):
     """
     connect, numbers = store_client.stores.clone_store, itertools.count(1)
 
-    def connect_late(store):
+    def connect_late(store, **options):
         time.sleep(delay * next(numbers))  # the first is the one that an operation waits for
-        return connect(store)
+        return connect(store, **options)
 
     store_client.stores.clone_store = connect_late
     start(world=world)

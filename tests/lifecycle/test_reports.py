@@ -78,7 +78,8 @@ def test_reports_of_operations_that_complete_and_of_one_that_fails(rank: int) ->
     assert first.started_at <= second.started_at
     texts = [text for _, text in logged.lines]
     assert texts.count("a callback registered with reloadpg.on_report failed") == 3
-    assert within == [[None]] * 3
+    # Rank 0 may enter after rank 1 has failed: it then calls no callback.
+    assert within in ([[None]] * 2, [[None]] * 3) if rank == 0 else within == [[None]] * 3
     assert after == [0, 0, 0]  # the callback of the report can query memory
 
 
