@@ -98,6 +98,7 @@ class Block:
         self._sets = sets or registry.sets
         self._seconds = seconds
         self._counted: dict[str, SetState] = {}
+        self._due: frozenset[str] | None = None  # known when it has ended
         self._pid = os.getpid()
 
     @property
@@ -147,11 +148,27 @@ class Block:
         return self._pid != os.getpid() or exiting() or registry.options is None
 
     def leave(self, error: BaseException | None, connect: Connect | None) -> None:
+        early = None
+        try:
+            due = self._end()
+        except BaseException as interrupt:  # the other ranks reload, and wait for this one
+            due, early = self._end(), interrupt
+        if due and not self.is_void:
+            self._reload(due, error or early, connect)
+        if early is not None:
+            raise early
+
+    def _end(self) -> frozenset[str]:
+        """Close the block, and return the sets that its end reloads. Idempotent."""
         with registry.lock:  # of two threads, one is the last
-            due = self.due
+            if self._due is None:
+                self._due = self.due
             self.close()
-        if self.is_void or not due:
-            return
+        return self._due
+
+    def _reload(
+        self, due: frozenset[str], error: BaseException | None, connect: Connect | None
+    ) -> None:
         op = Operation(RELOAD, due)
         seconds = self._seconds or max(_ROLLOUT_S, op.options.timeout.total_seconds())
         try:

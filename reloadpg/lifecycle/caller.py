@@ -112,9 +112,8 @@ class Caller(Interrupt):
             with suppress(Empty):
                 self._requests.get(timeout=_SIGNAL_S)
 
-    def await_end(self, seconds: float) -> None:
-        """Wait a limited time until the operation has ended, without making its calls."""
-        end = time.monotonic() + seconds
+    def await_end(self, end: float) -> None:
+        """Wait until the operation has ended, without making its calls, or until this time."""
         while not self.ended and (left := end - time.monotonic()) > 0:
             with suppress(Empty):
                 self._requests.get(timeout=min(_SIGNAL_S, left))

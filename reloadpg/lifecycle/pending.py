@@ -37,6 +37,9 @@ _SIGNAL_S = 1.0
 _INTERRUPT_S = 15.0
 """Seconds that an interrupted caller waits for its operation to end, on all ranks."""
 
+_SIGNALS = 5
+"""Number of further interrupts that end this wait."""
+
 
 class Pending(futures.Future[Report]):
     """The handle of an offload or a reload that was started with ``wait=False``.
@@ -173,8 +176,14 @@ class _Call:
 
     def leave(self, error: BaseException) -> None:
         """Tell the operation to end for an error, and wait a limited time until it has ended."""
-        self._caller.leave(error, self._start)
-        self._caller.await_end(_INTERRUPT_S)
+        end = time.monotonic() + _INTERRUPT_S
+        for _ in range(_SIGNALS):
+            try:
+                self._caller.leave(error, self._start)
+                self._caller.await_end(end)
+                break
+            except BaseException:
+                continue
 
     def _start(self) -> None:
         self._pending._start(self._perform, self._caller)
