@@ -176,23 +176,21 @@ def _server(wait: Deadline, host: str) -> str:
     Args:
         host: what the processes of this host show of rank 0's; see :meth:`Peers.state_of`.
     """
-    name = wait.operation.split()[0]
-    call = f"{'reload' if name in ('offload', 'recover') else name}() on all ranks"
-    if host == "stopped":
-        return (
-            "The process of rank 0, which usually has its server, is stopped (SIGSTOP, a debugger, "
-            f"a scheduler). Continue it, then call {call}. "
-            "If the store still does not respond: Restart the job."
-        )
-    if host == "runs":
-        return (
-            "The process of rank 0, which usually has its server, runs on this host; it may be "
-            f"busy, or end now. When it responds again, call {call}. "
-            "If the store still does not respond: Restart the job."
-        )
+    server = "The process of rank 0, which usually has its server,"
     if host == "gone":
-        return "The process of rank 0, which usually has its server, has ended. Restart the job."
-    return f"{_STORE_ENDED} or is unreachable. Restart the job."
+        return f"{server} has ended. Restart the job."
+    states = {
+        "stopped": "is stopped (SIGSTOP, a debugger, a scheduler). Continue it, then",
+        "runs": "runs on this host; it may be busy, or end now. When it responds again,",
+    }
+    if host not in states:
+        return f"{_STORE_ENDED} or is unreachable. Restart the job."
+    name = wait.operation.split()[0]
+    name = "reload" if name in ("offload", "recover") else name
+    return (
+        f"{server} {states[host]} call {name}() on all ranks. If the store still does not respond: "
+        "Restart the job."
+    )
 
 
 def store_silent(wait: Deadline, rank: int, host: str = "") -> RendezvousTimeoutError:

@@ -169,7 +169,7 @@ class StoreClient:
             try:
                 return self._ask(question, limit, stopped)
             except ReloadpgError:
-                if deadline.left == 0:
+                if limit is deadline and deadline.left == 0:
                     raise
         return self._ask(question, deadline, stopped)
 
