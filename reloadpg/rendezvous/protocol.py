@@ -508,7 +508,7 @@ class Rank(_Counted):
             result = yield Swap(key("result"), "", named.to_json())
         decision = _decoded(Decision.from_json, key("result"), result)
         gone = {*decision.missing, *decision.dead}
-        left = yield Add(key("left"), 1)
+        left = yield Add(key("left"), int(self.rank not in gone))
         if left >= self.size - len(gone):
             yield Set(key("all left"))
         elif self.rank == 0 and waits:  # its process often ends next, and the store with it

@@ -553,7 +553,8 @@ class Explorer:
         """The worlds after a rank has got a reply."""
         after, result = self.step(world.seats[rank], reply)
         if result is not None:
-            if rank == 0 and "recover" not in self.case.outcomes:
+            after_wait = isinstance(reply, BaseException)
+            if rank == 0 and "recover" not in self.case.outcomes and not after_wait:
                 self.leaves_last(world, result)
             world = self.check(world, rank, result)
             self.check_errors(world, after)
@@ -734,6 +735,8 @@ class Explorer:
 
     def written(self, world: World, rank: int, command: Any, store: int) -> None:
         """Check what a rank writes by what has happened."""
+        if isinstance(command, Add) and command.key.endswith("/count"):
+            self.check_left(world, rank, command.key)
         if not isinstance(command, (Swap, Set)) or store == world.store:
             return
         before = dict(self.stores.values[world.store]).get(command.key)
@@ -759,6 +762,15 @@ class Explorer:
         named_rank = {last.rank} <= gone if last.dead else last.rank == rank
         if early and not (named_rank and {*last.dead} <= gone and last.barrier == old.barrier):
             raise Violation(f"rank {rank} ends {old} with {last}: {self.show(world)}")
+
+    def check_left(self, world: World, rank: int, key: str) -> None:
+        """Check that a rank has given its name for the operation that it has left and ended."""
+        job, (number, _) = position(key)
+        now = self.current(world.store, job)
+        if now.number == number and now.last.rank == rank and now.last.text.startswith("it has"):
+            values = dict(self.stores.values[world.store])
+            if f"[{rank}," not in values.get(f"{job}/{number - 1}/answers", ""):
+                raise Violation(f"rank {rank} does not answer: {self.show(world)}")
 
     def check_names(self, world: World, rank: int, command: Swap) -> None:
         """Check the ranks that a result names, of which it has read the answers before."""
@@ -817,6 +829,8 @@ class Explorer:
         for other, number in enumerate(world.seats[1:], 1):
             there = self.seats.values[number]
             inside = there.next <= result.number < self.now[number][1] and there.replies
+            if self.now[number][0] == Set(f"{there.job}/{result.number}/all left"):
+                continue  # it has read the result, and wakes rank 0, which needs that no more
             if inside and there.live and other not in absent:
                 raise Violation(f"rank 0 leaves before rank {other}: {self.show(world)}")
 
