@@ -231,8 +231,8 @@ class Call:
         self.parts = (part, backend)  # the objects themselves, so that no other has their identity
         self.pointer = pointer_of(backend)
         if self.pointer:
-            with _left:
-                _calls.append(self)
+            with _running.changed:
+                _running.calls.append(self)
 
     def concerns(self, part: object) -> bool:
         return any(one is part for one in self.parts)
@@ -241,13 +241,25 @@ class Call:
 
     def __exit__(self, *_: object) -> None:
         if self.pointer:
-            with _left:
-                _calls.remove(self)
-                _left.notify_all()
+            with _running.changed:
+                _running.calls.remove(self)
+                _running.changed.notify_all()
 
 
-_calls: list[Call] = []
-_left = threading.Condition()
+class _Running:
+    """The calls of this process."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget them: in a forked child they are the parent's, and the lock may be held."""
+        self.calls: list[Call] = []
+        self.changed = threading.Condition()
+
+
+_running = _Running()
+os.register_at_fork(after_in_child=_running.renew)
 
 _LEAVE_S = 30.0
 """Seconds until a call has left its communicator; longer than a suspend copies memory to the host.
@@ -265,11 +277,11 @@ def end_calls(part: object) -> None:
     library = cast(Any, _nccl())
     if library is None:
         return
-    with _left:
-        running = [call for call in _calls if call.concerns(part)]
-        for call in running:  # none of them can return here, so the communicators exist
+    with _running.changed:
+        concerned = [call for call in _running.calls if call.concerns(part)]
+        for call in concerned:  # none of them can return here, so the communicators exist
             _set_abort_flag(library, call.pointer)
-        _left.wait_for(lambda: not any(call in _calls for call in running), _LEAVE_S)
+        _running.changed.wait_for(lambda: not set(concerned) & set(_running.calls), _LEAVE_S)
 
 
 def _set_abort_flag(library: Any, pointer: int) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fault_job import RING, attempt
+from helpers.fault_job import RING, attempt, eventually
 from helpers.nccl_job import held, on_engines, start
 from helpers.nccl_job import summed as summed_ranks
 
 import reloadpg
+from reloadpg.environment import init_distributed
 from reloadpg.testing import standins
 from reloadpg.testing.standins import Fault
 
@@ -127,3 +128,15 @@ def test_a_failed_connection_is_repaired_in_overlapping_groups(
 def test_a_connection_that_hangs_on_one_rank_is_repaired(engine: str, how: str, rank: int) -> None:
     """The operation reaches its timeout (failure 47)."""
     connections_fail(how, rank, EACH[:1], action="hang", limit=SHORT)
+
+
+@on_engines(2, RELOADPG_STANDIN_CONNECT="1")
+def test_a_connection_that_fails_in_the_bring_up(engine: str, rank: int) -> None:
+    """It raises on all ranks, and leaves no group and no communicator (failure 47)."""
+    if rank == 1:
+        standins.inject(Fault("fail", "collective", rank=1, times=1))
+    error = reloadpg.ReloadpgError if rank == 1 else reloadpg.PeerFailedError
+    with pytest.raises(error):
+        init_distributed("nccl", connect="eager")
+    assert not dist.is_initialized()
+    assert eventually(lambda: standins.communicators() == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -126,6 +127,32 @@ def test_two_communicators_destroyed_in_opposite_order_hang(rank: int) -> None:
     assert destroys.returned(SOON) == SUCCESS
     assert standins.communicators() == 0
     nccl.meet()
+
+
+@pytest.mark.parametrize("call", ["AllReduce", "CommSuspend"])
+@on_ranks(2, RELOADPG_STANDIN_CONNECT="1")
+def test_an_abort_in_a_group_call_that_fails_ends_waits_and_frees_nothing(
+    call: str, rank: int
+) -> None:
+    """Its flag is set at once, which ends a call that waits for a peer; a second abort frees."""
+    nccl = Nccl(rank, 2)
+    comm = nccl.create() if call == "AllReduce" else nccl.connected()
+    nccl.meet()
+    if rank == 0:
+        first = call == "AllReduce"  # the first operation connects
+        waits = Running(nccl.all_reduce, comm) if first else Running(nccl, call, comm, 1)
+        assert waits.returned(WHILE) is None
+        assert nccl("GroupStart") == SUCCESS
+        assert nccl("CommAbort", comm) == SUCCESS
+        assert nccl("AllReduce", None, None, ctypes.c_size_t(0), 0, 0, None, None) != SUCCESS
+        assert waits.returned(SOON) not in (None, SUCCESS)
+        assert nccl("GroupEnd") != SUCCESS
+        assert standins.communicators() == 1
+        assert device_mib() > 0
+    nccl.meet()
+    assert nccl("CommAbort", comm) == SUCCESS
+    assert standins.communicators() == 0
+    assert device_mib() == 0
 
 
 def ends_without_its_peer(rank: int, size: int, call: str) -> int | None:
