@@ -143,7 +143,7 @@ def frameworks(session: nox.Session) -> None:
 def megatron(session: nox.Session) -> None:
     """A newer megatron-core than the pinned one: ``nox -s megatron -- 0.19.2``, on Python 3.12."""
     version = session.posargs[0] if session.posargs else "0.19.2"
-    session.install("torch==2.13.0", f"megatron-core=={version}", "-e", ".[test-core]")
+    session.install("torch==2.13.0", "triton", f"megatron-core=={version}", "-e", ".[test-core]")
     files = ("tests/consumers/test_megatron.py", "tests/integrations/test_megatron_groups.py")
     session.run("python", "-m", "pytest", "-m", "slow or not slow", *files)
 

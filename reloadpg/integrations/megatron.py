@@ -11,6 +11,7 @@ Megatron-LM#5153). A reloadable group stays the same object: see :func:`follow_e
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -37,8 +38,8 @@ __all__ = [
 _TIMEOUT = timedelta(minutes=5)
 
 _MODULES = (".fused_a2a", ".token_dispatcher")
-_FINALIZERS = ("nccl_ep_release_context", "_release_nccl_ep_symm_buffers", "nccl_ep_finalize")
-"""Functions that end NCCL's expert parallelism in megatron-core 0.20 (d98e8a6, and later)."""
+_SYMMETRIC = ("_zc_fwd_token_buf", "_zc_bwd_token_buf", "_zc_recv_topk_weights_buf")
+"""Variables of ``token_dispatcher._NCCLEPManager``: buffers of NCCL's expert parallelism (0.19)."""
 _BUFFERS = ("_buffer", "_elastic_buffer", "_hybrid_ep_buffer")
 """Variables of ``fused_a2a`` that keep DeepEP's and HybridEP's buffers."""
 
@@ -161,14 +162,20 @@ def follow_expert_parallel(group: ProcessGroup | None = None) -> Callable[[], No
         _release_buffers([group])
 
     def finalize(group: ProcessGroup, backend: Any) -> None:
-        for _, _, function in _kept(_FINALIZERS):
+        if not _uses_nccl():
+            return
+        for _, _, manager in _kept(["_NCCLEPManager"]):
+            for name in _SYMMETRIC:
+                setattr(manager, name, None)
+            for one in gc.get_objects():
+                if type(one) is manager:
+                    one._bootstrapped = False  # 0.19.2 looks at nothing else
+        for _, _, function in _kept(["nccl_ep_finalize"]):
             function()
 
     def drop(group: ProcessGroup, backend: Any) -> None:
         _release_buffers([group], usable=False)
-        te_ep = sys.modules.get("transformer_engine.pytorch.ep")
-        ask = getattr(te_ep, "is_ep_bootstrapped", lambda: getattr(te_ep, "_BOOTSTRAPPED", False))
-        if ask():
+        if _uses_nccl():
             raise ReloadpgError(
                 f"NCCL's expert parallelism still uses the communicator that group {group!r} had "
                 "before the recovery. The groups are live on all ranks. Restart this process."
@@ -179,6 +186,13 @@ def follow_expert_parallel(group: ProcessGroup | None = None) -> Callable[[], No
     removals.callback(on_offload(release, group=group, package="deep_ep"))
     removals.callback(on_reload(drop, group=group, package="deep_ep"))
     return removals.close
+
+
+def _uses_nccl() -> bool:
+    """Whether TransformerEngine has borrowed a communicator for expert parallelism."""
+    te_ep = sys.modules.get("transformer_engine.pytorch.ep")
+    ask = getattr(te_ep, "is_ep_bootstrapped", lambda: getattr(te_ep, "_BOOTSTRAPPED", False))
+    return bool(ask())
 
 
 def _kept(names: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:

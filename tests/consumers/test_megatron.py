@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tensor_model_parallel_size": 2,
         "expert_model_parallel_size": 4,
         "expert_tensor_parallel_size": 1,
-        "create_all_gather_group": True,
+        "create_all_gather_group": True,  # not in 0.19
     },
     "pp4": {"pipeline_model_parallel_size": 4},  # groups overlap: an embedding of ranks 0 and 3
     "cp4": {"context_parallel_size": 4, "order": "tp-cp-pp-dp"},
@@ -111,7 +111,9 @@ def megatron_program(run: Run) -> dict[str, Any]:
     results: dict[str, Any] = {}
     run.facts["same objects"] = []
     run.facts["groups"] = {}
-    for name, arguments in LAYOUTS.items():
+    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
+    for name, layout in LAYOUTS.items():
+        arguments = {key: value for key, value in layout.items() if key in known}
         parallel_state.initialize_model_parallel(
             **arguments, distributed_timeout_minutes=int(FIRST.total_seconds() / 60)
         )

@@ -152,13 +152,14 @@ def test_megatrons_expert_parallel_state_follows_its_group(engine: str, rank: in
     group = dist.new_group([0, 1])
     summed(group, rank)
     deep_ep()
-    from megatron.core.transformer.moe import fused_a2a
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
-    def step() -> tuple[int, int]:
-        fused_a2a.ensure_nccl_ep_bootstrapped(group)
-        return fused_a2a.get_elastic_buffer(group).dispatch(), fused_a2a.te_ep.dispatched()
+    layers = [token_dispatcher._NCCLEPManager(group) for _ in range(2)]
 
-    assert step() == (2, 2)
+    def step() -> list[int]:
+        return [fused_a2a.get_elastic_buffer(group).dispatch(), *(one.dispatch() for one in layers)]
+
+    assert step() == [2, 2, 2]
     with pytest.raises(reloadpg.ReloadpgError, match=r"(deep_ep|transformer_engine).*on_offload"):
         reloadpg.offload()
     remove = follow_expert_parallel(group)
@@ -166,7 +167,7 @@ def test_megatrons_expert_parallel_state_follows_its_group(engine: str, rank: in
         reloadpg.offload()
         assert (deep_ep().buffers.alive, standins.communicators()) == ([], 0)
         reloadpg.reload(connect="eager")
-        assert step() == (2, 2)
+        assert step() == [2, 2, 2]
     remove()
     with pytest.raises(reloadpg.ReloadpgError, match="on_offload"):
         reloadpg.offload()

@@ -1,1 +1,1 @@
-"""A stand-in for megatron-core 0.20: the state of expert parallelism in its modules."""
+"""A stand-in for megatron-core 0.19: the state of expert parallelism in its modules."""

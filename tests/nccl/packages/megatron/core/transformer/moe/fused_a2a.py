@@ -1,4 +1,4 @@
-"""What 0.20 keeps: NCCL's context, and DeepEP V2's buffer (Megatron-LM#5153)."""
+"""NCCL's context, and DeepEP V2's buffer (Megatron-LM#5153)."""
 
 from __future__ import annotations
 
