@@ -133,7 +133,9 @@ def test_the_host_of_the_store_stays_until_a_rank_that_polls_has_read_the_end(
         os.kill(ranks[1].pid, signal.SIGSTOP)
         between.set("polls", "1")
         assert ranks[0].stdout is not None
-        assert ranks[0].stdout.readline() == "complete\n"
+        assert any(
+            line == "complete\n" for line in ranks[0].stdout
+        )  # gloo of torch 2.8 writes, too
         time.sleep(2)
         left = ranks[0].poll()
         os.kill(ranks[1].pid, signal.SIGCONT)
@@ -143,7 +145,7 @@ def test_the_host_of_the_store_stays_until_a_rank_that_polls_has_read_the_end(
             one.kill()
     assert left is None, ends
     assert [code for _, code in ends] == [0, 0], ends
-    assert ends[1][0][0] == "complete\n"
+    assert ends[1][0][0].endswith("complete\n")
 
 
 @pytest.mark.ranks(2, store="rank0")
@@ -295,6 +297,7 @@ def test_a_callback_that_destroys_the_default_group_is_said_to_have(rank: int) -
     assert "Call init_process_group() for a new job" in seen.text
     assert "Restart" not in seen.text
     remove()
-    worlds.init()
+    file = os.path.join(os.environ["TMPDIR"], "next")  # the other store has the keys of gloo
+    worlds.init(store=dist.FileStore(file, 2), rank=rank, world_size=2)
     jobs.one_cycle()
     assert worlds.sums_right(None)
