@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 
 from ..testing import standins
@@ -55,6 +57,8 @@ def _run(options: argparse.Namespace) -> int:
             "run needs a command and build takes none; nothing was started. Write for example: "
             "reloadpg standins run -- torchrun --nproc-per-node 2 train.py"
         )
+    if command:
+        _check_installed()
     try:
         if options.action == "build":
             say(str(standins.build()))
@@ -67,6 +71,19 @@ def _run(options: argparse.Namespace) -> int:
             return code or int(bool(uses))
     except standins.StandinsError as error:
         raise CommandError(str(error)) from None
+
+
+def _check_installed() -> None:
+    """The program's processes import this package, whatever their working directory is."""
+    try:
+        distribution("reloadpg")
+    except PackageNotFoundError:
+        root = Path(__file__).resolve().parents[2]
+        raise CommandError(
+            "reloadpg is not installed in this environment, so the program's processes cannot "
+            "import it: torch's operators would have no kernels. Nothing was started. Run: "
+            f"pip install {root}"
+        ) from None
 
 
 def _program(command: list[str], environment: dict[str, str]) -> int:

@@ -63,6 +63,20 @@ def test_without_numpy_the_demo_says_what_to_install():
     )
 
 
+def test_standins_run_says_that_the_package_is_not_installed():
+    """From its source alone: the program's processes would have no kernels."""
+    arguments = ["-S", "-m", "reloadpg", "standins", "run", "--", "true"]
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert process.returncode == 2
+    assert "Nothing was started. Run: pip install /" in process.stderr
+
+
 def test_doctor_and_status_work_without_torch(tmp_path):
     """``doctor`` says what is missing."""
     write_rank(tmp_path, 0, 1)

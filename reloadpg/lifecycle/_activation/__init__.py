@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 _SWITCH = "RELOADPG_AUTOINSTALL"
-_STANDINS = "RELOADPG_STANDIN_JOB"
 
 
 def activate() -> None:
@@ -25,34 +23,20 @@ def activate() -> None:
 
     Do not assume that reloadpg is installed because the variable is set: an error is one line on
     stderr, so that ``import torch`` cannot fail. Call ``reloadpg.is_installed()``. A misspelt name
-    of the variable is an error, too. Processes that use ``testing.standins`` activate these first.
-    Local; idempotent; raises only ``KeyboardInterrupt``.
+    of the variable is an error, too. Local; idempotent; raises only ``KeyboardInterrupt``.
     """
-    if _STANDINS in os.environ:
-        with _reported("the stand-ins for CUDA and NCCL are not activated", _STANDINS):
-            from reloadpg.testing.standins import activate as activate_standins
-
-            activate_standins()
     value = os.environ.get(_SWITCH, "")
     nearly = any(n.startswith("RELOADPG_") and "INSTAL" in n for n in os.environ if n != _SWITCH)
     if not value.strip() and not nearly:
         return
-    with _reported("not installed", _SWITCH):
+    try:
         from reloadpg.settings import autoinstall_requested, refuse_unknown_variables
 
         refuse_unknown_variables(os.environ, "autoinstall")
         if autoinstall_requested(os.environ):
-            from reloadpg import install
+            from reloadpg.lifecycle.install import install
 
             install()
-
-
-@contextmanager
-def _reported(what: str, name: str) -> Iterator[None]:
-    """Report an error on stderr instead of raising it."""
-    value = os.environ.get(name, "")
-    try:
-        yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # some libraries end the process when they are imported
@@ -60,6 +44,6 @@ def _reported(what: str, name: str) -> Iterator[None]:
         text = " ".join(f"{kind}{error}".split())
         with suppress(Exception):  # stderr may be closed
             sys.stderr.write(
-                f"reloadpg: {what} ({name}={value!r}): {text} Torch is not "
-                f"affected. Correct the cause and start again, or unset {name}.\n"
+                f"reloadpg: not installed ({_SWITCH}={value!r}): {text} Torch is not affected. "
+                f"Correct the cause and start again, or unset {_SWITCH}.\n"
             )

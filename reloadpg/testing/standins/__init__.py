@@ -11,7 +11,8 @@ A *job* is a set of processes that see the same devices and communicators. It ha
 holds the counters of device memory and is removed when the job ends.
 
 Do not assume that a kernel runs: torch's operators are computed by their CPU kernels, and launching
-any other kernel raises an error.
+any other kernel raises an error. The processes of a job find the libraries through ``LD_PRELOAD``,
+and the CPU kernels through ``PYTHONPATH``, so ``python -I`` and ``python -E`` cannot be used.
 """
 
 from __future__ import annotations
@@ -262,12 +263,17 @@ def pinned_bytes() -> int:
 
 def preloading() -> dict[str, str]:
     """The variables that preload the libraries into a process outside of any job. Local."""
-    libraries = _libraries()
+    folder, libraries = str(build()), _libraries()
     given = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
-    others = [path for path in given if path not in libraries]
-    # With the kernels of CUDA, which torch's import replaces through an entry point, a job hangs.
-    load = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-    return {"LD_PRELOAD": ":".join([*libraries, *others]), JOB: "", **load}
+    searched = os.environ.get("PYTHONPATH", folder).split(":")
+    return {
+        "LD_PRELOAD": ":".join([*libraries, *(one for one in given if one not in libraries)]),
+        # With the kernels of CUDA, which torch's import replaces through the entry point in this
+        # folder, a job hangs.
+        "PYTHONPATH": ":".join([folder, *(one for one in searched if one != folder)]),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        JOB: "",
+    }
 
 
 def enable() -> None:
@@ -299,9 +305,10 @@ def load() -> None:
 
 def activate() -> None:
     """Replace torch's CUDA kernels. Called at the end of ``import torch``. Local, idempotent."""
-    from . import kernels
+    if JOB in os.environ:
+        from . import kernels
 
-    kernels.activate()
+        kernels.activate()
 
 
 def _libraries() -> list[str]:

@@ -102,10 +102,26 @@ def build() -> Path:
             made.mkdir(mode=0o700)
             try:
                 _Builder(torch, made).run()
+                _write_entry_point(made)
                 made.rename(target)
             finally:
                 shutil.rmtree(made, ignore_errors=True)
     return target
+
+
+def _write_entry_point(folder: Path) -> None:
+    """Let torch's import find :func:`.activate`, in processes that have the folder on their path.
+
+    It is not one of the installed package: torch would call that in each process.
+    """
+    package = folder / "reloadpg_standins-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: reloadpg-standins\nVersion: 0\n"
+    )
+    (package / "entry_points.txt").write_text(
+        "[torch.backends]\nreloadpg_standins = reloadpg.testing.standins:activate\n"
+    )
 
 
 def check_nccl(path: str | os.PathLike[str]) -> str:
