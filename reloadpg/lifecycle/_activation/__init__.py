@@ -34,7 +34,7 @@ def activate() -> None:
 
         refuse_unknown_variables(os.environ, "autoinstall")
         if autoinstall_requested(os.environ):
-            from reloadpg.lifecycle.install import install
+            from reloadpg import install
 
             install()
     except KeyboardInterrupt:
