@@ -542,6 +542,20 @@ def test_an_evaluator_alone_gets_no_group_and_one_without_an_address_an_error() 
             environment.ensure_process_group()
 
 
+@pytest.mark.ranks(1, env={**NOTHING, **NO_ADDRESS, **SECOND, "WORLD_SIZE": "2"})
+def test_an_error_of_an_evaluator_names_the_function_that_it_has_called() -> None:
+    """Not init_distributed, which it has not."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nothing listens there
+        port = str(taken.getsockname()[1])
+        with (
+            variables({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}),
+            pytest.raises(reloadpg.RendezvousTimeoutError) as caught,
+        ):
+            environment.ensure_process_group(init_timeout=1)
+    assert str(caught.value).startswith("ensure_process_group: rank 1 of 2: no store responded")
+
+
 @pytest.mark.slow
 def test_the_interpreter_exits_normally_after_a_store_was_not_reached() -> None:
     """A thread in the store of torch would end it with SIGABRT; no warning of torch is written."""

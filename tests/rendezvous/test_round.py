@@ -238,13 +238,14 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
 def test_a_long_wait_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The message has operation and phase; the intervals double."""
+    """The message has operation, phase and what to do; the intervals double."""
     monkeypatch.setenv(LOG_WAIT, "0.1")
     job = tcp_job(3)
     job.run(lambda rdv: rdv.open("reload", ("enter",), 2.0).barrier("enter", PLAN), ranks=[0])
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert 2 <= len(lines) <= 8  # after 0.1, 0.2, 0.4, 0.8 and 1.6 s
     assert all(line.startswith("reload, phase enter: waiting for") for line in lines)
+    assert all(line.endswith(" s for other ranks; see `reloadpg status`") for line in lines)
 
 
 # -- failures --------------------------------------------------------------------------------------
