@@ -71,22 +71,24 @@ def test_rank_0_with_the_store_leaves_after_the_others_know_that_all_came(rank: 
         between.set("rank 0 is out", "1")
 
 
-def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
+def leave_late(rank: int, world_size: int, kind: str, bound: float, dies: bool) -> str:
     os.environ |= worlds.SILENCE
+    server = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = dist.TCPStore(*server, is_master=False)
     try:
         with enter(kind, timeout=bound):
             bring_up(kind)
             total()
             # With gloo, a peer that ends right after a sum can still break it here.
-            store = dist.distributed_c10d._get_default_store()
             if rank == 0:
-                store.set("has the sum", "1")
+                shared.set("has the sum", "1")
             else:
-                store.wait(["has the sum"], timedelta(seconds=LIMIT_S))
+                shared.wait(["has the sum" if dies else "is out"], timedelta(seconds=LIMIT_S))
                 os._exit(0)  # it never reaches the barrier, and notifies no rank
-    except reloadpg.RendezvousTimeoutError as error:
+    except reloadpg.ReloadpgError as error:
         assert not dist.is_initialized()
-        return str(error)
+        shared.set("is out", "1")
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -94,10 +96,18 @@ def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
 def test_a_peer_that_never_reaches_the_end_is_named_in_the_timeout_error(kind: str) -> None:
     """The groups are aborted; the barrier before their end does not hang."""
     bound = 1.5 if kind == "scope" else 20.0  # that of a context is the one of bring-up too
-    outcomes = run_ranks(leave_late, 2, args=(kind, bound), check=False, timeout=240)
+    outcomes = run_ranks(leave_late, 2, args=(kind, bound, False), check=False, timeout=240)
     assert outcomes[0].ok
+    assert outcomes[0].result.startswith("RendezvousTimeoutError: exit")
     assert "missing: rank 1" in outcomes[0].result
     assert f" {bound:g} s" in outcomes[0].result
+
+
+def test_a_peer_whose_process_has_ended_is_named_at_the_end_before_the_timeout() -> None:
+    """The processes of a host have met in bring-up."""
+    outcomes = run_ranks(leave_late, 2, args=("context", LIMIT_S, True), check=False, timeout=240)
+    assert outcomes[0].ok
+    assert "exit: rank 1 died before phase 'arrive'" in outcomes[0].result
 
 
 @pytest.mark.ranks(1, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
