@@ -3,39 +3,35 @@
 The modules of ``reloadpg.integrations`` and ``reloadpg.observability`` use these names, the public
 functions, ``errors``, ``reports``, ``recovery``, ``environment`` and the shared helpers of the
 package (``c10d``, ``settings``, ``texts``, ``processes``), and nothing else. The names here change
-only with a note in the changelog.
+only with a note in the changelog. All of them are functions, or types of arguments and results.
 
-* Groups: :class:`GroupState`, :class:`ManagedGroup`, :func:`managed`, :func:`managed_groups`,
-  :func:`new_plain_group`; sets of groups:
-  :func:`named_sets`, :func:`check_name`, :func:`declared_sets`, :func:`concerns`, ``TRAINER``.
-* Operations: :class:`Pending`; :class:`Block`; :func:`check_group`, :func:`validate` and
-  ``Connect``.
-* Callbacks: ``callbacks``, :class:`Callback`, :func:`register`.
-* Memory: :func:`add_source`.
-* State: ``registry``, whose options :func:`manage_world` reads; :func:`running`,
-  :func:`is_inherited`; :class:`LibraryThread`, a thread that ends before the interpreter does.
+* Groups: :func:`managed`, :func:`managed_groups`, of :class:`ManagedGroup` with a
+  :class:`GroupState`; :func:`new_plain_group`, :func:`select_world`, :func:`is_inherited`.
+* Sets of groups: :func:`named_sets`, :func:`check_name`, :func:`declared_sets`, :func:`concerns`,
+  ``TRAINER``.
+* Operations: :func:`check_before`, :func:`running`, :func:`validate` for a ``Connect``,
+  :class:`Block`, :class:`Pending`.
+* The library itself: :func:`on_uninstall`; :class:`LibraryThread`, a thread that ends before the
+  interpreter does.
 """
 
 from __future__ import annotations
 
-from .c10d.memory import add_source as add_source
 from .groups.managed import ManagedGroup as ManagedGroup
 from .groups.offloaded import GroupState as GroupState
 from .groups.proxy import managed as managed
-from .groups.registry import registry as registry
+from .groups.registry import registry
 from .groups.sets import TRAINER as TRAINER
 from .groups.sets import check_name as check_name
 from .groups.sets import concerns as concerns
 from .groups.sets import named_sets as named_sets
-from .groups.wrappers import manage_world as manage_world
 from .groups.wrappers import new_plain_group as new_plain_group
 from .lifecycle.block import Block as Block
-from .lifecycle.callbacks import Callback as Callback
-from .lifecycle.callbacks import callbacks as callbacks
-from .lifecycle.callbacks import register as register
+from .lifecycle.callbacks import check_before as check_before
+from .lifecycle.callbacks import on_uninstall as on_uninstall
 from .lifecycle.connect import Connect as Connect
-from .lifecycle.connect import check_group as check_group
 from .lifecycle.connect import validate as validate
+from .lifecycle.install import select_world as select_world
 from .lifecycle.job import jobs
 from .lifecycle.pending import Pending as Pending
 from .threads import LibraryThread as LibraryThread
@@ -53,26 +49,22 @@ def declared_sets() -> frozenset[str]:
 __all__ = [
     "TRAINER",
     "Block",
-    "Callback",
     "Connect",
     "GroupState",
     "LibraryThread",
     "ManagedGroup",
     "Pending",
-    "add_source",
-    "callbacks",
-    "check_group",
+    "check_before",
     "check_name",
     "concerns",
     "declared_sets",
     "is_inherited",
-    "manage_world",
     "managed",
     "managed_groups",
     "named_sets",
     "new_plain_group",
-    "register",
-    "registry",
+    "on_uninstall",
     "running",
+    "select_world",
     "validate",
 ]

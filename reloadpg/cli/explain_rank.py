@@ -78,7 +78,7 @@ class FakeRank:
 
     def note(self, kind: str, **values: Any) -> None:
         """Write a record now: the script may raise, exit or hang later."""
-        record = {"kind": kind, "installed": registry.options is not None, **values}
+        record = {"kind": kind, "installed": registry.selection is not None, **values}
         self._records.write(json.dumps(record) + "\n")
         self._records.flush()
 
@@ -96,8 +96,8 @@ class FakeRank:
         ``install`` takes over one that exists, and so does ``register_default_process_group`` of
         :mod:`reloadpg.integrations.slime`.
         """
-        options = registry.options
-        if dist.is_initialized() and options is not None and self._world_rule != options.selection:
+        rule = registry.selection
+        if dist.is_initialized() and rule is not None and self._world_rule != rule:
             self._note_group(dist.group.WORLD, self._requested, self._world_by)
 
     def _destroy_process_group(self, wrapped: Any, given: dict[str, Any]) -> None:
@@ -133,8 +133,8 @@ class FakeRank:
         ranks, desc = dist.get_process_group_ranks(group), str(group.group_desc)
         is_world, rule = group is dist.group.WORLD, Selection()
         name = "WORLD" if is_world else tables.name_of(group)
-        if registry.options is not None:
-            rule = registry.options.selection
+        if registry.selection is not None:
+            rule = registry.selection
         if is_world:
             self._world_rule = rule
         if self._backends is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -60,15 +60,17 @@ class Patches:
     patches: list[_Patch] = field(default_factory=list)
 
     @classmethod
-    def apply(cls) -> Patches:
+    def apply(cls, after_world: Callable[[], object]) -> Patches:
         """Install all wrappers, or change nothing.
+
+        ``after_world`` is called when a new default group is reloadable.
 
         If another library has wrapped a creating function, its wrapper stays inside ours. Names
         that the other library left unchanged get our wrapper around torch's function.
         """
         put: dict[int, tuple[Any, Any]] = {}
         planned: list[_Patch] = []
-        for name, wrapper_of in wrappers().items():
+        for name, wrapper_of in wrappers(after_world).items():
             for original in _originals(name):
                 put[id(original)] = (original, _wrapped(name, original, wrapper_of))
             owner, attribute = creation.owner_of(name) if "." in name else (None, name)

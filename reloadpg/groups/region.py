@@ -37,8 +37,8 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
         self._name = name
 
     def __enter__(self) -> None:
-        if registry.options is not None and self._name is not None:
-            registry.options.selection.refuse_undeclared([self._name], "region")
+        if registry.selection is not None and self._name is not None:
+            registry.selection.refuse_undeclared([self._name], "region")
         open_regions.set((*open_regions.get(), self._name))
 
     def __exit__(self, *_: object) -> None:

@@ -47,7 +47,7 @@ def register_group(
     """
     if registry.off:
         return cast(ReloadableProcessGroup, group)
-    if registry.options is None:
+    if registry.selection is None:
         raise NotInstalledError(
             "register_group() was called, but reloadpg is not installed; nothing was changed. Call "
             "reloadpg.install() first."
@@ -59,7 +59,7 @@ def register_group(
         )
     if isinstance(group, ReloadableProcessGroup):
         return group
-    set_name = registry.options.selection.set_now() or TRAINER
+    set_name = registry.selection.set_now() or TRAINER
     if not isinstance(group, ProcessGroup) or not tables.is_known(group) or group is tables.world():
         raise InvalidOptionError(
             f"register_group({group!r}): not a group of torch.distributed other than the default "

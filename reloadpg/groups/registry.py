@@ -1,4 +1,4 @@
-"""The mutable state of the groups in this process: the installation, and what it bypasses.
+"""Which groups of this process are reloadable, and why others are not.
 
 It has no list of managed groups: a managed group is a proxy in c10d's tables. So a destroyed group
 is no longer managed, and a proxy without other references is not kept alive.
@@ -10,10 +10,9 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
@@ -26,55 +25,13 @@ from .proxy import ReloadableProcessGroup, managed
 from .selection import Bypass, Selected, Selection
 from .sets import TRAINER
 
-if TYPE_CHECKING:
-    from .patches import Patches
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of ``install``; equal ones make a second ``install`` a no-op."""
-
-    selection: Selection = field(default_factory=Selection)
-    strategy: str = "recreate"
-    timeout: timedelta = timedelta(minutes=5)
-    parallelism: int | None = None
-    recoverable: bool = False
-    borrowed: str = "refuse"
-
-    @property
-    def threads(self) -> int:
-        """Number of groups that a rank processes in parallel, for backends with known locks."""
-        return 8 if self.parallelism is None else self.parallelism
-
-    def settings(self) -> dict[str, Any]:
-        """Return the options by name, as plain values."""
-        selection = self.selection
-        named = selection.backends
-        return {
-            "backends": "accelerators" if named is None else sorted(named),
-            "min_size": selection.min_size,
-            "world": selection.world,
-            "strategy": self.strategy,
-            "timeout_s": self.timeout.total_seconds(),
-            "parallelism": "default" if self.parallelism is None else self.parallelism,
-            "exclude": list(selection.exclude),
-            "sets": dict(selection.sets),
-            "recoverable": self.recoverable,
-            "borrowed": self.borrowed,
-        }
-
 
 class Registry:
-    """The state of the installation and of its groups. One instance: :data:`registry`."""
+    """The groups of this process. One instance: :data:`registry`."""
 
     def __init__(self) -> None:
-        self.options: Options | None = None
-        self.patches: Patches | None = None
-        """Those of the installation; None without one."""
-        self.variables: dict[str, tuple[str, str | None]] = {}
-        """Variables of the environment that the installation has set."""
-        self.after_world: Callable[[], None] = lambda: None
-        """Called when the default group is reloadable. The installation assigns it."""
+        self.selection: Selection | None = None
+        """The installation's rule that selects groups; None without one."""
         self._disowned: list[Any] = []
         """The parent's communicators in a forked child: their destructors would wait."""
         self._begin_process()
@@ -82,12 +39,20 @@ class Registry:
     @property
     def off(self) -> bool:
         """Whether nothing is installed, and ``RELOADPG=off`` makes all operations do nothing."""
-        return self.options is None and is_off(os.environ)
+        return self.selection is None and is_off(os.environ)
 
     @property
     def sets(self) -> frozenset[str]:
         """All sets: the trainer's, and those that the installation declares."""
-        return frozenset([TRAINER] if self.options is None else self.options.selection.set_names)
+        return frozenset([TRAINER] if self.selection is None else self.selection.set_names)
+
+    def select(self, selection: Selection | None) -> None:
+        """Select groups by this rule from now on; by none after an installation. Local."""
+        self.selection = selection
+        if selection is not None:
+            for group in self.managed():  # of an installation with other sets
+                if group.set_name not in self.sets:
+                    group.set_name = TRAINER
 
     def _begin_process(self) -> None:
         self.lock = threading.RLock()
@@ -127,9 +92,9 @@ class Registry:
             for group, bypass in self._others()
             if bypass is None
         ]
-        if self.options is not None:
+        if self.selection is not None:
             for group, reason in list(self.outside_tables.items()):
-                if isinstance(self._decide(group, self.options.selection), Selected):
+                if isinstance(self._decide(group, self.selection), Selected):
                     rows.append((group, reason))
         return rows
 
@@ -138,9 +103,9 @@ class Registry:
 
     def of_one_rank(self) -> dict[ProcessGroup, tuple[str, ...]]:
         """The groups that bypass since they have one rank, with the devices of their backends."""
-        if self.options is None or self.options.selection.min_size == 1:
+        if self.selection is None or self.selection.min_size == 1:
             return {}
-        smaller = replace(self.options.selection, min_size=1)
+        smaller = replace(self.selection, min_size=1)
         found = {
             group: self._decide(group, smaller)
             for group, bypass in self._others()
@@ -166,12 +131,12 @@ class Registry:
 
     def _others(self) -> Iterator[tuple[ProcessGroup, Bypass | None]]:
         """Yield the groups that are not managed, with the reason if they bypass."""
-        options = self.options
-        if options is None or tables.world() is self._inherited is not None:
+        selection = self.selection
+        if selection is None or tables.world() is self._inherited is not None:
             return
         for group in tables.known_groups():
             if not isinstance(group, ReloadableProcessGroup):
-                decision = self._decide(group, options.selection)
+                decision = self._decide(group, selection)
                 yield group, None if isinstance(decision, Selected) else decision
 
     def _decide(self, group: ProcessGroup, selection: Selection) -> Selected | Bypass:

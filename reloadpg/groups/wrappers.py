@@ -28,13 +28,16 @@ _UNCHANGED = frozenset({list, tuple, range, type(None)})
 """Types of ``ranks`` that torch does not change and that can be read twice."""
 
 
-def wrappers() -> dict[str, Wrapper]:
-    """Return the wrappers that the installed torch needs; a dotted name is in another module."""
+def wrappers(after_world: Callable[[], object] = lambda: None) -> dict[str, Wrapper]:
+    """Return the wrappers that the installed torch needs; a dotted name is in another module.
+
+    ``after_world`` is called when a new default group is reloadable.
+    """
     needed: dict[str, Wrapper] = {
         "new_group": _new_group,
         creation.COMPILERS_NEW_GROUP: _new_group,
         "split_group": _split_group,
-        "init_process_group": _init_process_group,
+        "init_process_group": partial(_init_process_group, after_world),
         **{name: partial(_outside_tables, name) for name in creation.creators_outside_tables()},
     }
     if creation.batching_refuses_subclasses():
@@ -101,14 +104,15 @@ def _split_group(wrapped: Function) -> Function:
     return split_group
 
 
-def _init_process_group(wrapped: Function) -> Function:
+def _init_process_group(after_world: Callable[[], object], wrapped: Function) -> Function:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
         with verbatim():
             result = wrapped(*call.args, **call.kwargs)
-        manage_world(call)
+        if manage_world(call) is not None:
+            after_world()
         _warn_of_unknown_backends()
         return result
 
@@ -133,7 +137,7 @@ def _outside_tables(name: str, wrapped: Function) -> Function:
 
 def _warn_of_unknown_backends() -> None:
     """Warn once per process of unknown backends in ``RELOADPG_BACKENDS``."""
-    unknown = registry.options.selection.unknown_backends() if registry.options else []
+    unknown = registry.selection.unknown_backends() if registry.selection else []
     if unknown and "unknown backends" not in registry.warned:
         registry.warned.add("unknown backends")
         warn(
@@ -158,11 +162,11 @@ def _manage(
     Every member makes this call for every group. Without a ``call``, it is captured now, if the
     group is selected.
     """
-    options = registry.options
-    if options is None or type(group) is ReloadableProcessGroup:
+    selection = registry.selection
+    if selection is None or type(group) is ReloadableProcessGroup:
         return group
     entry = tables.entry_of(group)
-    decision = options.selection.decide(entry, options.selection.set_now)
+    decision = selection.decide(entry, selection.set_now)
     if isinstance(decision, Bypass):
         if decision is IN_NO_SET:
             registry.without_set.add(group)
@@ -196,17 +200,16 @@ def _obstacle(group: ProcessGroup) -> str:
 
 
 def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
-    """Make the default group reloadable if it is selected. Local, idempotent.
+    """Make the default group reloadable if it is selected; None if it is already, or is not. Local.
 
     The arguments of an ``init_process_group`` before ``install`` (``call`` is None) are read from
     the live group.
     """
-    options = registry.options
-    world = tables.world()
-    if options is None or world is None or isinstance(world, ReloadableProcessGroup):
+    selection, world = registry.selection, tables.world()
+    if selection is None or world is None or isinstance(world, ReloadableProcessGroup):
         return None
     entry = tables.entry_of(world)
-    decision = options.selection.decide(entry, lambda: TRAINER, is_world=True)
+    decision = selection.decide(entry, lambda: TRAINER, is_world=True)
     if isinstance(decision, Bypass):
         return None
     if obstacle := _obstacle(world):
@@ -221,7 +224,6 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     construction = Construction.recorded(call, world, entry, devices, defaults, WORLD_ORDER)
     creation.complete_ranks(world, tuple(entry.devices))
     proxy = ReloadableProcessGroup(world, construction)
-    registry.after_world()
     return proxy
 
 

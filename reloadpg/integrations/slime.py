@@ -35,7 +35,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -48,12 +47,11 @@ from ..errors import ReloadpgError
 from ..extend import (
     Connect,
     GroupState,
-    callbacks,
-    manage_world,
     managed,
     managed_groups,
     new_plain_group,
-    registry,
+    on_uninstall,
+    select_world,
 )
 from ..reports import Report
 from ..settings import as_timedelta
@@ -93,8 +91,7 @@ def monkey_patch_torch_dist(args: object = None, /, **options: Any) -> None:
         if name not in vars(owner):
             setattr(owner, name, attribute)
     dist.old_new_group = old_new_group_dict[os.getpid()] = new_plain_group  # type: ignore[attr-defined]
-    if _take_back not in callbacks.uninstall:
-        callbacks.uninstall.append(_take_back)
+    on_uninstall(_take_back)
     timeout = _registered.pop(os.getpid(), None)
     if timeout is not None and dist.is_initialized():
         register_default_process_group(timeout)
@@ -129,27 +126,12 @@ def register_default_process_group(timeout: timedelta | float) -> None:
             "changed. Call it after init_process_group()."
         )
     timeout = as_timedelta(timeout, "timeout", "nothing was changed")
-    if not _select_world():
+    if not select_world():
         _registered[os.getpid()] = timeout
         return
     world = managed(tables.world())
     if world is not None:
         world.set_timeout(timeout, kept=False)
-
-
-def _select_world() -> bool:
-    """Make the default group reloadable, also if it is created again. Local; idempotent.
-
-    Returns:
-        Whether reloadpg is installed; otherwise nothing was changed.
-    """
-    with registry.lock:
-        options = registry.options
-        if options is None:
-            return False
-        registry.options = replace(options, selection=replace(options.selection, world=True))
-        manage_world(None)
-        return True
 
 
 def destroy_process_groups(post_destroy_delay: float | None = None) -> Report | None:

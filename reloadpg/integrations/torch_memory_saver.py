@@ -12,14 +12,13 @@ right one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
 from ..errors import InvalidOptionError, ReloadpgError
-from ..extend import Callback, callbacks, concerns, managed_groups, named_sets, register
+from ..extend import check_before, concerns, managed_groups, named_sets
 from ..texts import counted
 from . import framework
 
@@ -99,7 +98,7 @@ class MemorySaver:
         self._untracked = False
         named = named_sets(() if sets is None else sets, "MemorySaver")
         object.__setattr__(self, "sets", named)
-        self._watch = finalize(self, _watch(ref(self), named).close)
+        self._watch = finalize(self, _watch(ref(self), named))
         self._watch.atexit = False
 
     def __getattr__(self, name: str) -> Any:
@@ -221,8 +220,8 @@ class MemorySaver:
         return stack
 
 
-def _watch(saver: ref[MemorySaver], sets: frozenset[str]) -> ExitStack:
-    """Make offload and reload check a saver, if it still exists; closing the result undoes this.
+def _watch(saver: ref[MemorySaver], sets: frozenset[str]) -> Callable[[], None]:
+    """Make offload and reload check a saver, if it still exists; the result undoes this.
 
     The check comes before the reload, since the saver's list cannot be corrected afterwards.
     """
@@ -236,8 +235,4 @@ def _watch(saver: ref[MemorySaver], sets: frozenset[str]) -> ExitStack:
                 "weight update in a rollout, use the groups_live() of colocated()."
             )
 
-    removals = ExitStack()
-    for at, operation in ((callbacks.offload, "offload"), (callbacks.before_reload, "reload")):
-        entry = Callback("memory saver order", partial(refuse, operation), sets)
-        removals.callback(register(at, entry))
-    return removals
+    return check_before("memory saver order", refuse, sets)

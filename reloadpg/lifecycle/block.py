@@ -145,7 +145,7 @@ class Block:
         In a forked child, while the interpreter exits, and after ``uninstall()`` in the block,
         which refuses while groups are offloaded.
         """
-        return self._pid != os.getpid() or exiting() or registry.options is None
+        return self._pid != os.getpid() or exiting() or registry.selection is None
 
     def leave(self, error: BaseException | None, connect: Connect | None) -> None:
         early = None

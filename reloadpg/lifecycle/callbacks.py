@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
@@ -21,6 +22,10 @@ from ..groups.sets import concerns, named_sets
 from ..reports import Report
 
 logger = logging.getLogger("reloadpg")
+
+
+Remove = Callable[[], None]
+"""Removes what was registered; idempotent."""
 
 
 class Callback(NamedTuple):
@@ -189,6 +194,31 @@ def on_reload(
         )
     due = callbacks.before_reload if before else callbacks.reload
     return _register(due, callback, "on_reload", sets, group, package)
+
+
+def check_before(name: str, check: Callable[[str], object], sets: frozenset[str]) -> Remove:
+    """Call a check before groups of these sets (empty: of all) are released, or rebuilt. Local.
+
+    It is called with ``offload`` or ``reload``, in order with the callbacks of users; if it raises,
+    no group is changed. Returns a function that removes it; idempotent.
+    """
+    registered = {"offload": callbacks.offload, "reload": callbacks.before_reload}
+    removals = [
+        register(entries, Callback(name, partial(check, operation), sets))
+        for operation, entries in registered.items()
+    ]
+
+    def remove() -> None:
+        for each in removals:
+            each()
+
+    return remove
+
+
+def on_uninstall(callback: Callable[[], object]) -> None:
+    """Call a function once, at the end of the next ``uninstall``. Local, idempotent."""
+    if callback not in callbacks.uninstall:
+        callbacks.uninstall.append(callback)
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:

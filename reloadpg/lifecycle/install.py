@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from ..c10d import nccl, tables
 from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.borrowed import POLICIES
-from ..groups.managed import ManagedGroup
 from ..groups.patches import Patches
-from ..groups.registry import Options, registry
+from ..groups.registry import registry
 from ..groups.selection import Selection
-from ..groups.sets import TRAINER
 from ..groups.wrappers import manage_world
 from ..settings import (
     IS_OFF,
@@ -28,6 +27,7 @@ from ..settings import (
 )
 from ..texts import counted, is_first_of_host, warn
 from .callbacks import callbacks, is_new
+from .installation import Options, installation
 from .job import jobs
 from .status import not_reloadable
 
@@ -166,8 +166,8 @@ def _put_in_place(options: Options) -> bool:
             logger.warning("%s: torch is unchanged, and no group is reloadable", IS_OFF)
         return False
     with registry.lock:
-        in_place = registry.options
-        if registry.patches is not None and in_place is not None:
+        in_place = installation.options
+        if in_place is not None:
             if options == in_place:
                 return False
             raise PatchConflictError(
@@ -179,21 +179,12 @@ def _put_in_place(options: Options) -> bool:
         if obstacle := nccl.torchcomms_obstacle():
             raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
         variables = _recovery_variables(options) if options.recoverable else {}
-        jobs.serve_groups()
-        patches = Patches.apply()
-        registry.options, registry.patches = options, patches
-        ManagedGroup.records = options.borrowed != "ignore"
-        registry.variables = variables
-        os.environ.update({name: value for name, (value, _) in variables.items()})
-        for group in registry.managed():  # of an installation with other sets
-            if group.set_name not in registry.sets:
-                group.set_name = TRAINER
+        installation.begin(options, Patches.apply(jobs.register), variables)
         try:
-            manage_world(None)
+            if manage_world(None) is not None:
+                jobs.register()
         except BaseException:
-            patches.undo()
-            _unset_variables()
-            registry.options = registry.patches = None
+            installation.end()
             raise
         return True
 
@@ -218,7 +209,7 @@ def uninstall() -> None:
             operation is running; nothing was changed.
     """
     with registry.lock:
-        patches = registry.patches
+        patches = installation.patches
         if patches is None:
             return
         if jobs.busy:
@@ -239,16 +230,29 @@ def uninstall() -> None:
                 f"uninstall: {counted(len(offloaded), 'group')} without a communicator now, first "
                 f"{offloaded[0]!r}. Nothing was changed. Call reloadpg.reload() on all ranks first."
             )
-        patches.undo()
-        _unset_variables()
-        registry.options = registry.patches = None
+        installation.end()
     while callbacks.uninstall:
         callbacks.uninstall.pop()()
 
 
+def select_world() -> bool:
+    """Make the default group reloadable, also if it is created again. Local; idempotent.
+
+    Returns:
+        Whether the library is installed; otherwise nothing was changed.
+    """
+    with registry.lock:
+        options = installation.options
+        if options is not None:
+            installation.reselect(replace(options.selection, world=True))
+            if manage_world(None) is not None:
+                jobs.register()
+        return options is not None
+
+
 def is_installed() -> bool:
     """Whether the patches are in place in this process. Local, at any time."""
-    return registry.patches is not None
+    return installation.patches is not None
 
 
 def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
@@ -271,16 +275,6 @@ def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
             "before the process starts."
         )
     return {name: (value, os.environ.get(name)) for name, value in missing.items()}
-
-
-def _unset_variables() -> None:
-    variables, registry.variables = registry.variables, {}
-    for name, (value, before) in variables.items():
-        if os.environ.get(name) == value:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
 
 
 def _warn_of_unmanaged() -> None:

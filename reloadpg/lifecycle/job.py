@@ -1,7 +1,7 @@
 """The current job of this process, from ``init_process_group`` to its destruction.
 
-It connects the groups to the rendezvous: ``groups`` knows no store, and asks :class:`Jobs`, as each
-installation arranges (:meth:`Jobs.serve_groups`).
+It connects the groups to the rendezvous: ``groups`` knows no store, and each installation lets
+a new default group register its job (:meth:`Jobs.register`).
 """
 
 from __future__ import annotations
@@ -275,13 +275,8 @@ class Jobs:
         job = self._job
         return job if job is not None and job.of() is tables.world() else None
 
-    # -- what groups ask ----------------------------------------------------------------------
-
-    def serve_groups(self) -> None:
-        """Let the groups, which know no job, call the function below. Local, idempotent."""
-        registry.after_world = self._after_world
-
-    def _after_world(self) -> None:
+    def register(self) -> None:
+        """Count the job of a new default group on its store. Local, or a request to the store."""
         job = self.current("install")
         if job is not None and not job.rendezvous.alone:
             job.rendezvous.count_job()

@@ -13,13 +13,14 @@ from contextlib import AbstractContextManager
 from ..errors import NotInstalledError, ReloadpgError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import UnderWay
-from ..groups.registry import Options, registry
+from ..groups.registry import registry
 from ..rendezvous.round import Round
 from ..reports import OperationStatus, Report
 from ..settings import IS_OFF
 from ..threads import Interrupted
 from .callbacks import Callback
 from .caller import Caller
+from .installation import Options, installation
 from .job import Job, jobs
 from .kinds import Kind
 from .report import Record
@@ -48,7 +49,7 @@ class Operation:
 
     def __init__(self, kind: Kind, named: frozenset[str] = frozenset()) -> None:
         self.kind = kind
-        self.options = registry.options or Options()  # it does nothing if the library is off
+        self.options = installation.options or Options()  # it does nothing if the library is off
         self.record = Record(kind)
         self.job: Job | None = None
         self.committed = False
@@ -79,13 +80,13 @@ class Operation:
             InvalidOptionError: ``install`` does not declare a chosen set.
             ReloadpgError: another operation runs, or the groups belong to a parent process.
         """
-        if registry.options is None and not registry.off:
+        if installation.options is None and not registry.off:
             raise NotInstalledError(
                 f"{self.name}() was called, but reloadpg is not installed; nothing was changed. "
                 "Call reloadpg.install() before the process groups are created."
             )
-        if registry.options is not None:
-            registry.options.selection.refuse_undeclared(sorted(self._named), self.name)
+        if registry.selection is not None:
+            registry.selection.refuse_undeclared(sorted(self._named), self.name)
         jobs.begin(self)
         try:
             job = jobs.current(self.name)

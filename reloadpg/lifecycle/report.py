@@ -106,8 +106,8 @@ class Record:
         yield from self._warnings
         if self._kind.releases:
             yield from not_reloadable()
-            if registry.options is not None and not registry.managed():
-                yield from nothing_released(registry.options)
+            if registry.selection is not None and not registry.managed():
+                yield from nothing_released(registry.selection)
             yield from job.warn_of_one_rank(groups_of_one_rank(bypassed_groups(True)))
         elif self.groups and not self._kind.whole:
             yield from dropped_groups(scope.planned.values())

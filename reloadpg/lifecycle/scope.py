@@ -9,9 +9,10 @@ from torch.distributed import ProcessGroup
 
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState, UnderWay
-from ..groups.registry import Options, registry
+from ..groups.registry import registry
 from ..rendezvous.plan import GENERATION, Entry, Plan
 from .callbacks import callbacks, for_groups, for_sets
+from .installation import Options
 from .job import Job
 from .kinds import Kind
 

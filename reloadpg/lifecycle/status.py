@@ -12,10 +12,12 @@ from ..c10d import backends, memory, nccl, tables
 from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
-from ..groups.registry import Options, registry
+from ..groups.registry import registry
+from ..groups.selection import Selection
 from ..groups.sets import TRAINER
 from ..reports import BypassedGroup, GroupStatus, SetStatus, Status
 from ..texts import counted
+from .installation import installation
 from .job import Job, jobs
 
 
@@ -37,14 +39,14 @@ def status() -> Status:
 
 def _status(asks: bool) -> Status:
     """Return the status; ``asks``: also the communicators, for their memory."""
-    options = registry.options
+    options, patches = installation.options, installation.patches
     world = tables.world()
     groups = registry.managed()
     shown = tuple(_group_status(group, asks) for group in groups)
     job = jobs.known
     unfinished = job.unfinished if job else []
     return Status(
-        installed=registry.patches is not None,
+        installed=patches is not None,
         initialized=world is not None,
         rank=world.rank() if world is not None else None,
         world_size=world.size() if world is not None else None,
@@ -53,7 +55,7 @@ def _status(asks: bool) -> Status:
         options=options.settings() if options else {},
         groups=shown,
         memory=memory.in_use(),
-        foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
+        foreign=tuple(patches.foreign()) if patches is not None else (),
         last_error=job.last_error if job else "",
         unmanaged={tables.name_of(group): reason for group, reason in registry.unmanaged()},
         unfinished=tuple(str(entry) for entry in unfinished if entry.runs()),
@@ -158,7 +160,7 @@ def not_reloadable() -> list[str]:
     ]
 
 
-def nothing_released(options: Options) -> list[str]:
+def nothing_released(selection: Selection) -> list[str]:
     """Return why an offload releases nothing if no group is reloadable. Local."""
     bypassed = registry.bypassed()
     if not bypassed:
@@ -167,7 +169,7 @@ def nothing_released(options: Options) -> list[str]:
     remedies = " or ".join(dict.fromkeys(f"install({bypass.remedy})" for _, bypass in bypassed))
     return [
         f"nothing was released, since no group is reloadable: {why}. Installed with "
-        f"{options.selection}; call {remedies} to make them reloadable."
+        f"{selection}; call {remedies} to make them reloadable."
     ]
 
 

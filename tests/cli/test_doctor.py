@@ -14,7 +14,7 @@ from cli.cli_process import called, command
 import reloadpg
 from reloadpg.cli import doctor, main
 from reloadpg.cli.doctor import Finding, diagnose
-from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.installation import installation
 
 FOREIGN = """
 import functools
@@ -207,7 +207,7 @@ def test_what_install_wraps_is_listed(installed):
     names = listed.removeprefix("install() wraps ").split(", ")
     changed = {  # some modules have aliases
         patch.attribute if isinstance(patch.owner, type) else patch.original.__name__
-        for patch in registry.patches.patches
+        for patch in installation.patches.patches
     }
     assert {name.rpartition(".")[2] for name in names} == changed
     readme = (Path(__file__).parents[2] / "README.md").read_text()
