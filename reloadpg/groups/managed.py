@@ -92,7 +92,6 @@ class ManagedGroup:
             the original call has built it.
         under_way: the operation whose threads have exclusive use of the group; None if there is
             none.
-        before_end: called before the group is destroyed for good.
         loans: what its callers have taken, by kind, file and line.
         records: whether what its callers take out of it is recorded.
         calls: methods that were called on the live group, to repeat on the next one.
@@ -103,7 +102,7 @@ class ManagedGroup:
     set_name = TRAINER
     generation = 0
     under_way: UnderWay | None = None
-    before_end: Callable[[], object] | None = None
+    _before_end: Callable[[], object] | None = None
     records = True
     _history: History | None = None
 
@@ -291,6 +290,14 @@ class ManagedGroup:
         if self.state is GroupState.FAILED:
             self._put(Offloaded(self, GroupState.OFFLOADED, self.current.kept))
 
+    def call_before_end(self, function: Callable[[], object]) -> None:
+        """Call this function before the group is destroyed for good. Local."""
+        self._before_end = function
+
+    def join(self, set_name: str) -> None:
+        """Make the group one of a set. Local."""
+        self.set_name = set_name
+
     def destroy(self, how: Callable[[Any], object]) -> None:
         """End the group for good. Waits for a running operation; idempotent.
 
@@ -299,8 +306,8 @@ class ManagedGroup:
         """
         if self.under_way is not None:
             self.under_way.wait()
-        if self.before_end is not None:
-            self.before_end()
+        if self._before_end is not None:
+            self._before_end()
         placeholder = self.current if isinstance(self.current, Offloaded) else None
         inner = self.current if placeholder is None else placeholder.kept
         self._put(Offloaded(self, GroupState.DESTROYED))

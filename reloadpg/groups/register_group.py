@@ -69,5 +69,5 @@ def register_group(
     call, devices = Call(rebuild, (), {}), tuple(entry.devices)
     construction = Construction.recorded(call, group, entry, devices, place=place)
     proxy = ReloadableProcessGroup(group, construction)
-    proxy._managed.set_name = set_name
+    proxy._managed.join(set_name)
     return proxy

@@ -52,7 +52,7 @@ class Registry:
         if selection is not None:
             for group in self.managed():  # of an installation with other sets
                 if group.set_name not in self.sets:
-                    group.set_name = TRAINER
+                    group.join(TRAINER)
 
     def _begin_process(self) -> None:
         self.lock = threading.RLock()

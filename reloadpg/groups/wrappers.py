@@ -189,7 +189,7 @@ def _manage(
         group, Construction.recorded(call, group, entry, devices, parents)
     )
     if set_name != TRAINER:
-        proxy._managed.set_name = set_name
+        proxy._managed.join(set_name)
     return proxy
 
 

@@ -239,7 +239,7 @@ class Jobs:
                     rendezvous = Rendezvous(root, world.rank(), world.size(), watches=True)
                 job = Job(weakref.ref(world, self._forget), rendezvous)
                 if (group := managed(world)) is not None:
-                    group.before_end = job.end
+                    group.call_before_end(job.end)
                 self._job = job
             return self._job
 
