@@ -25,7 +25,7 @@ _NCCL = getattr(_c10d, "ProcessGroupNCCL", ())
 _MONITORS_START_S = 1.0
 
 CppBackend = _cpp.Backend
-"""The class of backend objects; ``torch.distributed.Backend`` is that of their names."""
+"""The class of backend objects; ``torch.distributed.Backend`` is the class of their names."""
 
 
 def backend_classes() -> list[type]:
@@ -36,7 +36,7 @@ def backend_classes() -> list[type]:
 
 
 SymmetricMemory: Any = _cpp._SymmetricMemory
-"""Memory that the members of a group share. Every rendezvous of torch's Python code is its."""
+"""Memory that the members of a group share. All of torch's Python code calls its ``rendezvous``."""
 
 
 def symmetric_memory_keeps_communicators() -> bool:

@@ -86,9 +86,9 @@ class PrivateCreation:
             Neither happens then (2.8, 2.13 and 2.15).
         name: the name of the groups; None for torch's names, from a counter that must be equal on
             all ranks.
-        store: the store beneath the name's prefix; None for that of the default group.
+        store: the store beneath the name's prefix; None for the default group's.
         device: the device that groups are bound to, if ``name`` is given.
-        tables: the tables that this thread sees, by name; None for those of the process.
+        tables: the tables that this thread sees, by name; None for the tables of the process.
     """
 
     by_members: bool = True

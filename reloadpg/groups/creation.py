@@ -149,7 +149,7 @@ class Construction:
         backend: the requested backend (``nccl``, ``cpu:gloo,cuda:nccl``).
         devices: backend by device type.
         selected: the device types whose backend is released and rebuilt.
-        defaults: ``pg_options`` and timeout if the call has none: those of the group, or None.
+        defaults: ``pg_options`` and timeout if the call has none: the group's, or None.
         place: the sort key, if it does not follow from the name.
     """
 
@@ -214,7 +214,7 @@ class Construction:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether it was passed to ``register_group()``; its ranks are not those of the job."""
+        """Whether it was passed to ``register_group()``; its ranks are not ranks of the job."""
         return self.order[:1] == HANDED_OVER
 
     @property

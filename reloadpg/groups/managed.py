@@ -34,7 +34,7 @@ class Loan:
     """What one line of a program has taken of a group, of the newest generation: see `.borrowed`.
 
     Attributes:
-        known: what it is, and who took it.
+        known: the thing, and the module that took it.
         things: the objects, while they are referenced; None if that cannot be known.
     """
 
@@ -150,7 +150,7 @@ class ManagedGroup:
 
     @property
     def history(self) -> History:
-        """That of its releases; made when it is first read, not in each creation."""
+        """Release history, created on first use."""
         history = self._history
         if history is None:  # two threads may be here at once
             history = self.__dict__.setdefault("_history", History())
@@ -343,7 +343,7 @@ class ManagedGroup:
 
         Args:
             timeout: the new timeout.
-            kept: whether also that of the backends which stay alive in an offload.
+            kept: whether backends that stay alive in an offload get it, too.
         """
         devices = self.construction.devices if kept else self.construction.selected
         timeouts = dict.fromkeys(devices, timeout)

@@ -35,7 +35,7 @@ class GroupState(str, Enum):
     RESERVED      an operation's, in any of these states  ``reserve(None)``
     ============  ======================================  ==========================================
 
-    Only other threads find a group RESERVED; those of the operation find the state beneath.
+    Only other threads find a group RESERVED; the operation's threads find the state beneath.
     """
 
     LIVE = "live"

@@ -158,7 +158,7 @@ def _managed_groups() -> list[ManagedGroup]:
 
 
 def _references(things: list[Any]) -> list[int]:
-    """Count the references to each of these objects, that of the list included."""
+    """Count the references to each of these objects, including the list's."""
     return [sys.getrefcount(thing) for thing in things]
 
 

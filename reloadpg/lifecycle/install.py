@@ -123,7 +123,7 @@ def install(
 
 
 def _options(given: Mapping[str, Any]) -> Options:
-    """Return the given options, completed by those of the environment, and by the defaults."""
+    """Return the given options, completed by the environment's and by the defaults."""
     passed = {name: value for name, value in given.items() if value is not None}
     read = {**given, **_DEFAULTS, **install_options(os.environ), **passed}
     selection = Selection.of(
@@ -174,7 +174,7 @@ def _put_in_place(options: Options) -> bool:
                 f"install was called again with other options: {_differences(options, in_place)}. "
                 "Nothing was changed. Call reloadpg.uninstall() first, or install once with the "
                 "options that the whole program needs. RELOADPG_AUTOINSTALL installs at import "
-                "torch, with those of the environment."
+                "torch, with the options of the environment."
             )
         if obstacle := nccl.torchcomms_obstacle():
             raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
