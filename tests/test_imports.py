@@ -43,19 +43,13 @@ MODULES = {
 }
 
 
-def imported(name: str, *, types: bool = True) -> Iterator[str]:
-    """The modules of reloadpg that a module imports, anywhere in it; ``types``: for types too."""
+def imported(name: str) -> Iterator[str]:
+    """The modules of reloadpg that a module imports, anywhere in it, for types too."""
     path = MODULES[name]
     package = path.relative_to(HOME).parts[:-1]
     tree = ast.parse(path.read_text())
-    only_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in node.body
-    }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or (id(node) in only_types and not types):
+        if not isinstance(node, ast.ImportFrom):
             continue
         parts = tuple((node.module or "").split(".")) if node.module else ()
         if node.level:
@@ -91,11 +85,10 @@ def test_a_package_imports_only_those_before_it(package: str) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Within a package, too. Exempt are the ``__init__`` modules, which import names on use.
-
-    An import for types alone is exempt: a part may name its owner.
+    """Within a package, too, and not for types either. Exempt are the ``__init__`` modules, which
+    import names on use.
     """
-    graph = {name: {*imported(name, types=False)} & MODULES.keys() for name in MODULES}
+    graph = {name: {*imported(name)} & MODULES.keys() for name in MODULES}
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     done: set[str] = set()
 
