@@ -138,7 +138,8 @@ def entry_of(group: ProcessGroup) -> Entry:
     if ranks is None:  # created by hand, below another library's wrapper
         ranks = {rank: rank for rank in range(group.size())}
     config = tables.pg_backend_config[group]
-    return Entry(tables.pg_names[group], ranks, known[0], config, group.group_desc)
+    desc = getattr(group, "group_desc", "")
+    return Entry(tables.pg_names[group], ranks, known[0], config, desc)
 
 
 def device_backends(group: ProcessGroup) -> dict[str, str]:
