@@ -27,7 +27,6 @@ REWRITTEN = (
     "helpers.fault_job",
     "helpers.program_ranks",
     "helpers.programs",
-    "test_ddp",
     "test_fsdp",
     "test_megatron",
     "test_mesh",

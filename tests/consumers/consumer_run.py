@@ -7,15 +7,11 @@ offloads and reloads, and checks both.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -31,29 +27,6 @@ from reloadpg.testing import RanksFailedError, run_ranks
 
 TIMEOUT = 280.0
 """Time limit of one launch, in seconds. Most take 10 s, compiled ones 60 s, on two cores."""
-
-ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""Torch looks up the host name for each connection to the store. Where the name server does not
-respond, each lookup took 5 s by default."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The configuration of a run.
-
-    Attributes:
-        backend: the backend of the default group.
-        reloadable: whether reloadpg is installed.
-        backends: the option of ``install``.
-    """
-
-    backend: str = worlds.BACKEND
-    reloadable: bool = False
-    backends: frozenset[str] | None = None
-
-
-PLAIN = Setting()
-RELOADED = Setting(reloadable=True, backends=frozenset({worlds.BACKEND}))
 
 
 @dataclass
@@ -71,21 +44,13 @@ class Run:
 
     rank: int
     world_size: int
-    setting: Setting
+    reloadable: bool
     facts: dict[str, Any] = field(default_factory=dict)
     cycles: list[int] = field(default_factory=list)
 
     @property
-    def backend(self) -> str:
-        return self.setting.backend
-
-    @property
     def device(self) -> torch.device:
         return worlds.device()
-
-    @property
-    def reloadable(self) -> bool:
-        return self.setting.reloadable
 
     def cycle(self, inside: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Offload, call ``inside()``, and reload with these options.
@@ -155,32 +120,19 @@ def assert_refused(group: dist.ProcessGroup) -> None:
 
 
 def run_program(
-    rank: int, world_size: int, program: Callable[[Run], Any], setting: Setting
+    rank: int, world_size: int, program: Callable[[Run], Any], reloadable: bool
 ) -> Outcome:
     """Run one rank of a program."""
     torch.set_num_threads(1)
     torch.manual_seed(1234)
-    if setting.reloadable:
-        reloadpg.install(backends=setting.backends)
-    worlds.init(setting.backend)
-    run = Run(rank, world_size, setting)
+    if reloadable:
+        reloadpg.install(backends={worlds.BACKEND})
+    worlds.init()
+    run = Run(rank, world_size, reloadable)
     results = program(run)
     run.facts["reloadpg installed"] = reloadpg.is_installed()
     dist.destroy_process_group()
     return Outcome(plain_values(results), run.facts, run.cycles)
-
-
-@contextmanager
-def scratch(run: Run, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """Create a directory that all ranks share; remove it at the end, also if the block raises."""
-    path = [tempfile.mkdtemp(prefix="reloadpg-consumer-") if run.rank == 0 else ""]
-    try:
-        dist.broadcast_object_list(path, group=group)
-        yield Path(path[0])
-        dist.barrier(group)
-    finally:
-        if run.rank == 0:
-            shutil.rmtree(path[0], ignore_errors=True)
 
 
 def plain_values(value: Any) -> Any:
@@ -198,30 +150,19 @@ def plain_values(value: Any) -> Any:
 
 @cache
 def launched(
-    program: Callable[[Run], Any], world_size: int, setting: Setting
+    program: Callable[[Run], Any], world_size: int, reloadable: bool
 ) -> list[Outcome] | RanksFailedError:
     """Launch the ranks, once per test session; return their outcomes or the error."""
     try:
         return run_ranks(
             run_program,
             world_size,
-            args=(program, setting),
+            args=(program, reloadable),
             timeout=TIMEOUT,
-            env=ENVIRONMENT,
             preload=getattr(sys.modules[program.__module__], "PRELOAD", ()),
         )
     except RanksFailedError as error:
         return error
-
-
-def outcomes(
-    program: Callable[[Run], Any], world_size: int, setting: Setting = PLAIN
-) -> list[Outcome]:
-    """The outcomes of a launch, in rank order."""
-    result = launched(program, world_size, setting)
-    if isinstance(result, RanksFailedError):
-        raise result.with_traceback(None)
-    return result
 
 
 @dataclass(frozen=True)
@@ -230,17 +171,19 @@ class Consumer:
 
     program: Callable[[Run], Any]
     world_size: int
-    plain: Setting = PLAIN
-    reloaded: Setting = RELOADED
     groups: int = 1
     """Minimum number of reloadable groups per rank at the first cycle."""
     cycles: int = 3
 
-    def without(self) -> list[Outcome]:
-        return outcomes(self.program, self.world_size, self.plain)
+    def outcomes(self, *, reloadable: bool) -> list[Outcome]:
+        """The outcomes of a launch, in rank order."""
+        result = launched(self.program, self.world_size, reloadable)
+        if isinstance(result, RanksFailedError):
+            raise result.with_traceback(None)
+        return result
 
     def with_cycles(self) -> list[Outcome]:
-        return outcomes(self.program, self.world_size, self.reloaded)
+        return self.outcomes(reloadable=True)
 
 
 class ConsumerTests:
@@ -250,7 +193,7 @@ class ConsumerTests:
 
     def test_results_equal_the_run_without(self) -> None:
         """Losses, parameters and outputs are bit-identical to those of torch alone."""
-        plain, reloaded = self.consumer.without(), self.consumer.with_cycles()
+        plain, reloaded = self.consumer.outcomes(reloadable=False), self.consumer.with_cycles()
         assert not any(outcome.facts["reloadpg installed"] for outcome in plain)
         assert all(outcome.facts["reloadpg installed"] for outcome in reloaded)
         for rank, (one, other) in enumerate(zip(plain, reloaded, strict=True)):

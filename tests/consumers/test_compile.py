@@ -24,7 +24,7 @@ def compiled_with(run: Run, backend: str) -> dict[str, Any]:
     """Functions of a group, of a mesh, of WORLD and of DTensors; graphs counted."""
     from torch._dynamo.utils import counters
 
-    group = dist.new_group(list(range(run.world_size)), backend=run.backend)
+    group = dist.new_group(list(range(run.world_size)))
     world = dist.group.WORLD
     mesh = init_device_mesh(run.device.type, (run.world_size,), mesh_dim_names=("tp",))
 

@@ -1,9 +1,10 @@
-"""FSDP2 (``fully_shard``) and FSDP1 (``FullyShardedDataParallel``), their state dicts gathered."""
+"""FSDP2 (``fully_shard``), its state dicts gathered and loaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from consumer_run import Consumer, ConsumerTests, Run
 from helpers import worlds
@@ -83,5 +84,6 @@ def fsdp2_program(run: Run) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.matrix
 class TestFSDP2(ConsumerTests):
     consumer = Consumer(fsdp2_program, 4, groups=3)

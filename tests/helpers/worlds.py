@@ -47,9 +47,6 @@ BACKEND = "nccl" if NCCL else "gloo"
 
 DEVICE_TYPE = "cuda" if NCCL else "cpu"
 
-WITH_CPU = "cpu:gloo,cuda:nccl" if NCCL else "gloo"
-"""The backends of a default group that also supports CPU tensors."""
-
 SILENCE = {"RELOADPG_GRACE_S": "3"}
 """The environment of jobs in which a rank does not respond to a failure: the others wait this long
 for it. By default it is a minute here, and the wait ends as soon as all ranks have responded."""
