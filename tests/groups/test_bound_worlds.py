@@ -16,14 +16,11 @@ from helpers.worlds import (
     CAN_SPLIT,
     DEVICE,
     TIMEOUT,
-    accelerator_claimed,
     split,
     start,
     subgroup,
     summed,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.torch_version import TorchVersion
 
 import reloadpg
 from reloadpg.testing import run_ranks
@@ -102,24 +99,6 @@ def test_a_split_is_rebuilt_without_its_parent(rank, tmp_path):
         assert child.group_desc == "the child"
         timeouts = [g.timeout_s for g in reloadpg.status().groups if g.desc == "the child"]
         assert timeouts == [33.0] * (len(members) == 2)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.15", reason="this torch cannot split a mesh of gloo groups"
-)
-def test_a_mesh_over_a_bound_world(rank):
-    """``init_device_mesh`` splits a bound world; its groups are released and restored."""
-    start("bound")
-    with accelerator_claimed():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    column, row = [rank % 2, rank % 2 + 2], [rank - rank % 2, rank - rank % 2 + 1]
-    for _ in range(2):
-        one_cycle()
-        for name, ranks in (("dp", column), ("tp", row)):
-            group = mesh.get_group(name)
-            assert isinstance(group, reloadpg.ReloadableProcessGroup)
-            assert summed(group, rank) == sum(ranks) + 2.0
 
 
 @needs_split
