@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from ..extend import (
     validate,
 )
 from ..reports import Report
+from ..settings import seconds_or_none
 from .torch_memory_saver import MemorySaver
 
 __all__ = ["ColocationError", "colocated"]
@@ -97,6 +99,8 @@ class colocated:  # noqa: N801 - used like a function
             one rank drives an engine on the devices of several, pass an unused name: every rank
             then waits until all have released their memory before the engine wakes, and until the
             engine sleeps before it resumes its memory. Otherwise None.
+        timeout: as for :class:`reloadpg.offloaded`: how long the exit waits for ranks that are
+            still in the block.
 
     Attributes:
         steps: the steps of the last entry and exit, in order, with their milliseconds.
@@ -118,7 +122,9 @@ class colocated:  # noqa: N801 - used like a function
         collect: bool = True,
         copy_back: Callable[[], object] | None = None,
         engine_groups: str | None = None,
+        timeout: timedelta | float | None = None,
     ) -> None:
+        self._seconds = seconds_or_none(timeout, "colocated(timeout)")
         self._wake_tags = _listed(wake_tags, "colocated(wake_tags")
         self._engine = None if engine is None else _Engine(engine, sleep_level, self._wake_tags)
         validate(connect)
@@ -147,7 +153,8 @@ class colocated:  # noqa: N801 - used like a function
                 'set; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
             )
         self._saver: MemorySaver | None = saver
-        self._block, self._owed = Block(self._trainer_sets), ExitStack()
+        self._block, self._owed = Block(self._trainer_sets, self._seconds), ExitStack()
+        self._raised: BaseException | None = None  # in the block that is being left
         self._failures: list[tuple[str, Exception]] = []
         self._left: list[tuple[str, Action]] = []
         self._pending: Pending | None = None
@@ -229,7 +236,7 @@ class colocated:  # noqa: N801 - used like a function
         self.steps = []
         self._step("synchronize", devices.synchronize)
         # Fails on all ranks, with an error that names the remedy: nothing to undo here.
-        block = Block(self._trainer_sets)
+        block = Block(self._trainer_sets, self._seconds)
         self.offload_report = self._step("offload groups", partial(block.enter, self._connect))
         self._block, self._inside, self._copied = block, True, self._copy_back is None
         self._owed, step = ExitStack(), ""
@@ -250,7 +257,11 @@ class colocated:  # noqa: N801 - used like a function
         if self._block.is_void:
             self._block.close()
             return
-        failures = self._way_back()
+        self._raised = error
+        try:
+            failures = self._way_back()
+        finally:
+            self._raised = None
         if error is not None:
             self._log(failures)  # must not hide the body's exception
         elif failures:
@@ -267,7 +278,8 @@ class colocated:  # noqa: N801 - used like a function
         if self._saver is not None:
             yield "pause saver", self._saver.pause_all, "resume saver", self._saver.resume_all
         if (named := self._engine_groups) is not None:
-            come, go = partial(reload, named, connect=self._connect), partial(offload, named)
+            come = partial(reload, named, connect=self._connect)
+            go = partial(self._offload_engines, named)
             yield "reload engine's groups", come, "offload engine's groups", go
         if self._engine is not None:
             wake = None if self._wake_tags == [] else self._wake_engine
@@ -319,7 +331,7 @@ class colocated:  # noqa: N801 - used like a function
     def _copy_weights_back(self) -> object:
         """Copy while the reload runs, which :meth:`_reload` waits for."""
         if self._block.is_offloaded:
-            begin = partial(reload, *self._block.due, connect=self._connect, wait=False)
+            begin = partial(reload, *self._block.due, wait=False, **self._options)
             self._pending = self._step("begin reload", begin)
         if self._copy_back is None or (self._saver is not None and self._saver.paused):
             return STILL_DUE  # the saver failed, so there is no memory to copy to
@@ -327,13 +339,20 @@ class colocated:  # noqa: N801 - used like a function
         self._copied = True
         return None
 
+    def _offload_engines(self, named: str) -> object:
+        return offload(named, timeout=self._block.seconds(self._raised))
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"connect": self._connect, "timeout": self._block.seconds(self._raised)}
+
     def _reload(self) -> None:
         # If a saver could not be resumed on a rank, this fails on all ranks.
         pending, self._pending = self._pending, None
         if pending is not None:
             self.reload_report = pending.result()
         elif self._block.is_offloaded:
-            self.reload_report = reload(*self._block.due, connect=self._connect)
+            self.reload_report = reload(*self._block.due, **self._options)
 
     # -- messages ---------------------------------------------------------------------------
 

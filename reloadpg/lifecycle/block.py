@@ -14,6 +14,7 @@ from ..reports import Report
 from ..settings import seconds_or_none
 from ..threads import exiting
 from .connect import Connect, validate
+from .installation import installation
 from .job import SetState, jobs
 from .kinds import OFFLOAD, RELOAD
 from .offload import release
@@ -101,6 +102,15 @@ class Block:
         self._due: frozenset[str] | None = None  # known when it has ended
         self._pid = os.getpid()
 
+    def seconds(self, error: BaseException | None = None) -> float | None:
+        """The timeout at its end, after an exception in its body or without one. Local.
+
+        None is the timeout of the installation: the program of an exception often ends next.
+        """
+        if error is not None or installation.options is None:
+            return None
+        return self._seconds or max(_ROLLOUT_S, installation.options.timeout.total_seconds())
+
     @property
     def due(self) -> frozenset[str]:
         """The sets that the end of this block reloads: no other block needs them offloaded."""
@@ -169,10 +179,9 @@ class Block:
     def _reload(
         self, due: frozenset[str], error: BaseException | None, connect: Connect | None
     ) -> None:
-        op = Operation(RELOAD, due)
-        seconds = self._seconds or max(_ROLLOUT_S, op.options.timeout.total_seconds())
         try:
-            run(op, partial(restore, how=connect, seconds=None if error else seconds))
+            op = Operation(RELOAD, due, self.seconds(error))
+            run(op, partial(restore, how=connect))
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:
                 raise

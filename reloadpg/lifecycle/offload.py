@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Literal, overload
 
 from ..groups.sets import named_sets
 from ..reports import Report
-from ..settings import as_flag
+from ..settings import as_flag, seconds_or_none
 from . import recreate, suspend
 from .job import Job
 from .kinds import OFFLOAD
@@ -15,12 +16,20 @@ from .pending import Pending, run
 
 
 @overload
-def offload(*sets: str, wait: Literal[True] = True) -> Report: ...
+def offload(
+    *sets: str, timeout: timedelta | float | None = ..., wait: Literal[True] = True
+) -> Report: ...
 @overload
-def offload(*sets: str, wait: Literal[False]) -> Pending: ...
+def offload(
+    *sets: str, timeout: timedelta | float | None = ..., wait: Literal[False]
+) -> Pending: ...
 @overload
-def offload(*sets: str, wait: bool) -> Report | Pending: ...
-def offload(*sets: str, wait: bool = True) -> Report | Pending:
+def offload(
+    *sets: str, timeout: timedelta | float | None = ..., wait: bool
+) -> Report | Pending: ...
+def offload(
+    *sets: str, timeout: timedelta | float | None = None, wait: bool = True
+) -> Report | Pending:
     """Release the communicators of all reloadable groups of this job, or of some sets.
 
     Collective over all ranks of the job; blocking, with the ``timeout`` of ``install`` for each
@@ -40,6 +49,9 @@ def offload(*sets: str, wait: bool = True) -> Report | Pending:
     Args:
         sets: the sets to offload, such as ``"engine"``; none for all. Every rank of the job makes
             the same call, even if it is in no group of the set.
+        timeout: how long to wait for ranks that have not made the call, without progress on any
+            rank. A number is in seconds. None means the timeout of ``install``, which all other
+            waits have.
         wait: if False, return immediately and offload in a separate thread: see :class:`Pending`.
             While it runs, groups refuse collectives, :func:`reload` and a second offload raise, and
             callbacks are called in that thread.
@@ -62,7 +74,8 @@ def offload(*sets: str, wait: bool = True) -> Report | Pending:
             are wrong; nothing was changed. Call :func:`recover`.
     """
     wait = as_flag(wait, "offload(wait)", "nothing was changed")
-    op = Operation(OFFLOAD, named_sets(sets, "offload"))
+    seconds = seconds_or_none(timeout, "offload(timeout)")
+    op = Operation(OFFLOAD, named_sets(sets, "offload"), seconds)
     return run(op, release, wait=wait)
 
 

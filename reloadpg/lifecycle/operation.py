@@ -38,6 +38,8 @@ class Operation:
     Args:
         kind: offload, reload or recover.
         named: the sets named in the call; empty for all.
+        seconds: the timeout of the wait for ranks that have not made the call; None for that of
+            the installation.
 
     Attributes:
         options: those of the installation.
@@ -47,13 +49,15 @@ class Operation:
         report: the report of this rank; set when the operation has ended.
     """
 
-    def __init__(self, kind: Kind, named: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, kind: Kind, named: frozenset[str] = frozenset(), seconds: float | None = None
+    ) -> None:
         self.kind = kind
         self.options = installation.options or Options()  # it does nothing if the library is off
         self.record = Record(kind)
         self.job: Job | None = None
         self.committed = False
-        self._named = named
+        self._named, self._seconds = named, seconds
         self._caller = Caller()
         self._under_way: UnderWay | None = None
         self._scope: Scope | None = None
@@ -224,12 +228,12 @@ class Operation:
 
         Args:
             said, summary: what this rank says to all ranks, and how that is summarized.
-            seconds: the timeout of this barrier; None for that of the installation.
+            seconds: the timeout of this barrier; None for that of the call, or of ``install``.
             arguments: further arguments of the call that must be equal on all ranks.
         """
         plan = self.scope.plan(arguments)
         with self.step("wait.enter"):
-            return self.round.barrier("enter", plan, said, summary, seconds)
+            return self.round.barrier("enter", plan, said, summary, seconds or self._seconds)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive; the last one commits. See :meth:`Round.barrier`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import Literal, overload
 
@@ -9,7 +10,7 @@ from ..errors import DisagreementError
 from ..groups.offloaded import GroupState
 from ..groups.sets import named_sets
 from ..reports import Report
-from ..settings import as_flag
+from ..settings import as_flag, seconds_or_none
 from . import recreate, suspend
 from .callbacks import callbacks, for_sets
 from .connect import Connect, validate
@@ -21,12 +22,32 @@ from .pending import Pending, run
 
 
 @overload
-def reload(*sets: str, connect: Connect | None = ..., wait: Literal[True] = True) -> Report: ...
+def reload(
+    *sets: str,
+    connect: Connect | None = ...,
+    timeout: timedelta | float | None = ...,
+    wait: Literal[True] = True,
+) -> Report: ...
 @overload
-def reload(*sets: str, connect: Connect | None = ..., wait: Literal[False]) -> Pending: ...
+def reload(
+    *sets: str,
+    connect: Connect | None = ...,
+    timeout: timedelta | float | None = ...,
+    wait: Literal[False],
+) -> Pending: ...
 @overload
-def reload(*sets: str, connect: Connect | None = ..., wait: bool) -> Report | Pending: ...
-def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Report | Pending:
+def reload(
+    *sets: str,
+    connect: Connect | None = ...,
+    timeout: timedelta | float | None = ...,
+    wait: bool,
+) -> Report | Pending: ...
+def reload(
+    *sets: str,
+    connect: Connect | None = None,
+    timeout: timedelta | float | None = None,
+    wait: bool = True,
+) -> Report | Pending:
     """Rebuild the communicators of all offloaded groups, or of some sets, behind the same objects.
 
     Collective over all ranks of the job; blocking, with the ``timeout`` of ``install`` for each
@@ -53,6 +74,9 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
             nothing ends that if another rank fails there. On torch 2.15's default engine, no later
             reload or recovery of that process then completes. A connection by this function is
             ended after a failure or its timeout, and the next call repairs it. Equal on all ranks.
+        timeout: how long to wait for ranks that have not made the call, without progress on any
+            rank. A number is in seconds. None means the timeout of ``install``, which all other
+            waits have.
         wait: if False, return immediately and reload in a separate thread, for example while the
             caller copies weights to the device: see :class:`Pending`. While it runs, groups refuse
             collectives, :func:`offload` and a second reload raise, and callbacks are called in that
@@ -70,11 +94,12 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         InsufficientMemoryError: not enough memory here to resume suspended communicators; nothing
             was changed on any rank.
-        InvalidOptionError: the value of ``connect`` is unknown; nothing was changed.
+        InvalidOptionError: an argument cannot be used; nothing was changed.
     """
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
-    op = Operation(RELOAD, named_sets(sets, "reload"))
+    seconds = seconds_or_none(timeout, "reload(timeout)")
+    op = Operation(RELOAD, named_sets(sets, "reload"), seconds)
     return run(op, partial(restore, how=connect), wait=wait)
 
 
@@ -85,22 +110,15 @@ _OFFLOADED = (
 """The state and the remedy after a callback has failed."""
 
 
-def restore(
-    op: Operation, job: Job, how: Connect | None = None, seconds: float | None = None
-) -> None:
-    """The steps of a reload; see :func:`reload`.
-
-    Args:
-        how: its ``connect``.
-        seconds: the timeout of the first wait for the other ranks; None for that of ``install``.
-    """
+def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
+    """The steps of a reload; see :func:`reload`."""
     if how is None:
         how = "eager" if op.options.recoverable else "none"
     op.enter()
     op.await_unfinished()
     if op.scope.changes:
         op.call(for_sets(callbacks.before_reload, op.scope.sets), _OFFLOADED)
-    if differs := _agree(op, how, seconds):
+    if differs := _agree(op, how):
         reason = f"The ranks disagreed on the state: {differs}."
         op.record.warn(f"all groups were rebuilt. {reason}")
         op.scope.mark_offloaded()
@@ -115,7 +133,7 @@ def restore(
     strategy.restore(op, job, how)
 
 
-def _agree(op: Operation, how: Connect, seconds: float | None) -> str:
+def _agree(op: Operation, how: Connect) -> str:
     """Agree with all ranks; return in what they differ if that is the state alone.
 
     A link that was down, or a store that did not respond, can let an operation end differently on
@@ -125,7 +143,7 @@ def _agree(op: Operation, how: Connect, seconds: float | None) -> str:
     differs = ""
     while True:
         try:
-            op.agree(seconds=seconds, connect=how)
+            op.agree(connect=how)
             return differs
         except DisagreementError:
             # The second time, another rank has failed here, and its next reload finds it, too.

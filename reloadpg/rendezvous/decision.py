@@ -12,8 +12,8 @@ from ..texts import named_ranks
 from ..threads import Deadline
 
 TIMEOUT_SETTING = {
-    "offload": "install(timeout=...)",
-    "reload": "install(timeout=...), or at the end of a block offloaded(timeout=...)",
+    "offload": "install(timeout=...) or offload(timeout=...)",
+    "reload": "install(timeout=...), reload(timeout=...), or offloaded(timeout=...) of a block",
     "recover": "recover(timeout=...)",
     "init_distributed": "init_timeout",
     "ensure_process_group": "init_timeout",

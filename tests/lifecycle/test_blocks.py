@@ -17,11 +17,11 @@ from helpers.tables import meet_at_rank_0, store_closed_by_rank_0, summed
 
 import reloadpg
 from reloadpg.c10d import devices
-from reloadpg.integrations import colocated
+from reloadpg.integrations import ColocationError, colocated
 
 pytestmark = pytest.mark.matrix
 
-BLOCKS = {"offloaded": reloadpg.offloaded, "colocated": lambda: colocated()}
+BLOCKS = {"offloaded": reloadpg.offloaded, "colocated": colocated}
 
 
 def _state():
@@ -54,17 +54,18 @@ def test_the_outermost_block_reloads(raising):
 
 
 @pytest.mark.ranks(2, env=worlds.SILENCE)
-@pytest.mark.parametrize("end", ["default", "timeout=1", "exception"])
-def test_the_end_of_a_block_waits_for_ranks_that_are_still_in_it(rank, end):
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("end", ["default", "timeout", "exception"])
+def test_the_end_of_a_block_waits_for_ranks_that_are_still_in_it(rank, name, end):
     """Rollouts differ in length: longer than an operation that all ranks begin together. A rank
     whose body has raised does not wait that long.
     """
-    start(timeout=60 if end == "timeout=1" else 4)
+    start(timeout=60 if end == "timeout" else 4)
     store = base_store().clone()
-    timeout = (4, 60)[rank] if end == "timeout=1" else None
+    timeout = (4, 60)[rank] if end == "timeout" else None
     raised = ended = None
     try:
-        with reloadpg.offloaded(timeout=timeout):
+        with BLOCKS[name](timeout=timeout):
             if rank == 1:
                 store.wait(["waited"])
             else:
@@ -73,6 +74,8 @@ def test_the_end_of_a_block_waits_for_ranks_that_are_still_in_it(rank, end):
                 raise KeyError("in the rollout")
     except (KeyError, reloadpg.RendezvousTimeoutError) as error:
         raised = error
+    except ColocationError as error:
+        [(_, raised)] = error.failures
     if ended is not None:
         ended()
     if rank == 1 or end == "default":  # rank 1 completes rank 0's next call
