@@ -103,7 +103,7 @@ class CompiledTests(ConsumerTests):
 
 @pytest.mark.slow
 class TestCompiledAotEager(CompiledTests):
-    """The default run compiles single collectives: ``groups/test_compiled_collectives.py``."""
+    """Functions of groups, of gradients, of ``torch.distributed`` and of DTensors."""
 
     consumer = Consumer(aot_eager_program, 2, groups=2)
 
