@@ -167,9 +167,9 @@ def engines(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the pages; warnings are errors."""
+    """Build the pages; warnings are errors, and so are names that are not found."""
     install(session, "docs")
-    session.run("sphinx-build", "-W", "docs", "build/docs", *session.posargs)
+    session.run("sphinx-build", "-nW", "docs", "build/docs", *session.posargs)
 
 
 @nox.session

@@ -10,7 +10,7 @@ only with a note in the changelog. All of them are functions, or types of argume
 * Sets of groups: :func:`named_sets`, :func:`check_name`, :func:`declared_sets`, :func:`concerns`,
   ``TRAINER``.
 * Operations: :func:`check_before`, :func:`running`, :func:`validate` for a ``Connect``,
-  :class:`Block`, :class:`Pending`.
+  :class:`Block`, :class:`~reloadpg.Pending`.
 * The library itself: :func:`on_uninstall`; :class:`LibraryThread`, a thread that ends before the
   interpreter does.
 """

@@ -32,10 +32,10 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
 
     Local, pure. One size may be -1: it is inferred from the others.
 
-    If all names are in :data:`MESH_ORDER`, they are put in that order; those of size 1 are dropped,
-    except ``dp_shard`` with ``tp`` or ``ep``, where FSDP needs a mesh to wrap over; if none is
-    left, the mesh is ``dp_shard`` over the world. With any other name, the dimensions are those
-    that were given, as for ``init_device_mesh``.
+    If all names are of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``ep`` and ``tp``, they are
+    put in this order. Dimensions of size 1 are dropped, except ``dp_shard`` with ``tp`` or ``ep``:
+    FSDP needs a mesh to wrap over. If no dimension is left, the mesh is ``dp_shard`` over the
+    world. With any other name, the dimensions are used as given, as for ``init_device_mesh``.
 
     Args:
         dims: size by name, outermost first.

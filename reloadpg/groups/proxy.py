@@ -45,7 +45,7 @@ class ReloadableProcessGroup(Dispatch):
         generation: the job's number of reloads, of any set, when its communicator was built; 0 if
             the original call has built it. It changes with each rebuild, and is not their number:
             a group that is created after one reload has 2 after its first rebuild.
-        state: :class:`GroupState`; a suspended group is offloaded.
+        state: a :class:`~reloadpg.extend.GroupState`; a suspended group is offloaded.
     """
 
     _managed: ManagedGroup

@@ -37,7 +37,7 @@ def register_group(
             the same group name again.
 
     Returns:
-        The reloadable group. Idempotent: a group that is reloadable already is returned as it is,
+        The reloadable group. Idempotent; a group that is reloadable already is returned as it is,
         and so is each group if ``RELOADPG=off``.
 
     Raises:

@@ -71,7 +71,7 @@ def offload(
             changed: see ``install(borrowed=...)``.
         ReleaseError: a group could not be released on this rank.
         torch.distributed.DistBackendError: a collective was aborted on this rank, so its results
-            are wrong; nothing was changed. Call :func:`recover`.
+            are wrong; nothing was changed. Call ``recover()``.
     """
     wait = as_flag(wait, "offload(wait)", "nothing was changed")
     seconds = seconds_or_none(timeout, "offload(timeout)")

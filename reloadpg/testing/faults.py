@@ -46,7 +46,7 @@ class Fault:
         at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
             (``shutdown`` or ``abort``), ``collective`` (the start of an operation). On any
             backend: ``barrier`` (of an offload, a reload or a recovery).
-        action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
+        action: ``raise`` an ``InjectedFaultError``; ``stall`` the calling thread until the
             fault is cleared or ``seconds`` have passed, then continue; ``call`` a function.
         group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
             is every later generation of group ``1``). A group has no description at ``create``.

@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 JOB = "RELOADPG_STANDIN_JOB"
-"""Environment variable: the folder of the job. Without it a process has no devices."""
+"""Environment variable with the folder of the job. Without it a process has no devices."""
 
 _FAULTS = "faults"
 _RELEASED = "released"
