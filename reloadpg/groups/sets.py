@@ -39,7 +39,7 @@ def creators() -> Iterator[str]:
 
 
 def check_name(name: object, call: str) -> None:
-    """Raise InvalidOptionError, which names the call, for what cannot be the name of a set. Local."""
+    """Raise InvalidOptionError, naming the call, for what cannot be the name of a set. Local."""
     if not isinstance(name, str) or not name:
         raise _no_set(call)
 
