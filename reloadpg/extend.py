@@ -42,7 +42,7 @@ running = jobs.progress
 
 
 def declared_sets() -> frozenset[str]:
-    """All sets: the trainer's, and those that the installation declares. Local."""
+    """All sets: the trainer's, and the declared ones. Local."""
     return registry.sets
 
 

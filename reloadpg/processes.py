@@ -49,8 +49,8 @@ def start_of(pid: int) -> str:
 class Peers:
     """The processes of the other ranks on this host.
 
-    Each rank that joins a job appends its process to a list, whose key is that of its host, so a
-    rank finds only processes that it can watch.
+    Each rank that joins a job appends its process to the list of its host, so a rank finds only
+    processes that it can watch.
 
     Args:
         rank: this rank.

@@ -28,9 +28,8 @@ class GroupReport:
     """One group's part in an operation.
 
     Attributes:
-        strategy: the strategy that released or restored it: ``recreate``, ``suspend``, or ``skip``
-            for a communicator that is left as it is: it was never used and holds nothing to
-            suspend.
+        strategy: the strategy that released or restored it: ``recreate`` or ``suspend``; ``skip``
+            for an unused communicator, which holds nothing to suspend and stays as it is.
         ms: wall time in milliseconds.
         reason: the reason for this strategy, if there was a choice.
         bytes: bytes that its communicator reported when it was released; None if the backend
@@ -121,7 +120,7 @@ class Borrowed:
 
     @property
     def consequence(self) -> str:
-        """A warning of what can no longer be used, or has no effect any more; empty if it can."""
+        """A warning if it can no longer be used, or has no effect any more; otherwise empty."""
         if not self.ended:
             return ""
         if self.raw:
@@ -149,8 +148,8 @@ class Report:
         note: why nothing was done, if nothing was done.
         memory: bytes in use ``before`` and ``after``, by source; see ``reloadpg.c10d.memory``.
             ``released_bytes`` is from the first source, except ``rss``.
-        warnings: reasons why memory is not free, as text; also what other code holds of a
-            generation that has ended, and communicators that are still being destroyed.
+        warnings: reasons why memory is not free, as text: also communicators that are still being
+            destroyed, and what other code holds of ended generations.
         error: the error that the call raised; empty if it raised none.
         started_at: Unix time at the call, in seconds.
         rank, world_size: in the default group, None without one.
@@ -271,8 +270,8 @@ class GroupStatus:
         backend: the backend string that it was created with.
         state: ``live``, ``offloaded`` or ``failed``.
         generation: the job's number of reloads, of any set, when its communicator was built; 0 if
-            the original call has built it. It changes with each rebuild, and is not their number:
-            a group that is created after one reload has 2 after its first rebuild.
+            the original call has built it. It is not the number of this group's rebuilds: a group
+            that is created after one reload has 2 after its first rebuild.
         timeout_s: its current timeout in seconds; None if its backend has none.
         last_error: why it failed; empty if it did not.
         strategy: strategy of the last release; empty before the first one.
@@ -398,7 +397,7 @@ class Status:
         unfinished: communicators that are still being destroyed or created after a failed
             operation, as text; their memory is not free.
         bypassed_groups: the groups that bypass, each with the reason; empty if not installed.
-        running: the running offload or reload; None if there is none.
+        running: the running offload or reload, or None.
         sets: the sets of groups that this rank knows, by name.
         borrowed: what other code holds of the reloadable groups; see :class:`Borrowed`.
         off: whether nothing is installed because of ``RELOADPG=off``.

@@ -177,7 +177,7 @@ class Deadline:
 
     @contextmanager
     def pause(self, seconds: float) -> Iterator[float]:
-        """Sleep in this block, for the yielded number of seconds: at most those of the wait.
+        """Sleep in this block, for the yielded number of seconds: at most the rest of the wait.
 
         The time in which the process was stopped or not scheduled does not count: the deadline is
         extended by the delay of the pause.

@@ -240,7 +240,7 @@ def aborted_groups() -> list[str]:
     """Name the groups of this process whose communicator the watchdog has found broken.
 
     The engines record an error before they free the device (seen as for :func:`recovery_settings`).
-    So if there is none, the results of an idle device are correct.
+    So without an error, the results of an idle device are correct.
     """
     texts = []
     for group in known_groups():

@@ -82,7 +82,7 @@ def index_for(group: ProcessGroup) -> int | None:
 
 
 def difference() -> str:
-    """Say that the calling thread's current device is none of this rank's; empty if it is one."""
+    """Say that the calling thread's current device is not this rank's; empty if it is."""
     found = of_rank()
     if not found or (here := torch.accelerator.current_device_index()) in found:
         return ""

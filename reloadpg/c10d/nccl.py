@@ -288,8 +288,8 @@ def _set_abort_flag(library: Any, pointer: int) -> None:
     """Set NCCL's abort flag, and do not free the communicator. Local.
 
     In a group call, ``ncclCommAbort`` sets the flag at once and frees the communicator at the end.
-    A group call with an error does nothing at its end (NCCL's source, 2.27 to 2.30): here that of a
-    collective without a communicator.
+    A group call with an error does nothing at its end (NCCL's source, 2.27 to 2.30): here the error
+    of a collective without a communicator.
     """
     _check(library, "ncclGroupStart", library.ncclGroupStart())
     library.ncclCommAbort(ctypes.c_void_p(pointer))

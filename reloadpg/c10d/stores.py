@@ -149,7 +149,7 @@ class Clients:
 
 
 def delete_keys(store: Store, keys: Iterable[str]) -> None:
-    """Delete keys; those that the store cannot delete stay. It raises if the connection is lost."""
+    """Delete keys, where the store can. It raises if the connection is lost."""
     for key in keys:
         try:
             store.delete_key(key)
@@ -178,8 +178,8 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
     """List the keys that one member of a group has written to connect it, in the root store.
 
     Torch never deletes them. As each generation has another name, the store would grow.
-    Torch puts the default group's keys under its name, and those of all other groups under the
-    default group's. Seen: gloo writes ``0/<rank>`` in the device's prefix on torch 2.8 to 2.15,
+    Torch puts the default group's keys under its name, and the keys of all other groups below it.
+    Seen: gloo writes ``0/<rank>`` in the device's prefix on torch 2.8 to 2.15,
     and a split of it without that prefix (2.15). NCCL, by ``ProcessGroupNCCL.cpp`` of torch 2.8 and
     later, not seen on a GPU: group rank 0 writes the unique id, one for each 128 ranks in a large
     group; a pair that sends before any collective has a separate id, ``<lower>:<higher>``.

@@ -28,7 +28,7 @@ takes the options and returns the exit code; ``script_arguments`` if a script is
 
 
 def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser, and those of the subcommands. Local; imports neither torch nor rich."""
+    """Return the parser, and the subcommands' parsers. Local; imports neither torch nor rich."""
     named = Path(sys.argv[0]).name == "reloadpg"
     top = argparse.ArgumentParser(
         prog="reloadpg" if named else "python -m reloadpg",

@@ -106,7 +106,7 @@ class InProgress:
     """The running operation of a job.
 
     Attributes:
-        progress: that of the rank that arrived first at the next barrier, or began last.
+        progress: of the rank that arrived first at the next barrier, or began last.
         inside: the progress of each rank that is in it.
         waiting: the ranks that wait at the next barrier.
         since: Unix time at which the first of them arrived; None if none waits.

@@ -60,9 +60,9 @@ _UNREACHABLE = (
 class DistributedContext:
     """Result of bring-up. As a context manager it destroys the groups created since it began.
 
-    Its exit is that of ``process_group_scope``: a barrier with a timeout and an orderly destroy, or
-    after an exception an abort, of the groups that bring-up or the block has created. A peer that
-    waits in a collective of NCCL is not notified of the exception. Without ``with``, call
+    The exit ends the groups that bring-up or the block has created, as ``process_group_scope``
+    does: by a barrier with a timeout and an orderly destroy, or after an exception by an abort. A
+    peer that waits in a collective of NCCL is not notified of the exception. Without ``with``, call
     ``destroy_distributed()``.
 
     Attributes:
@@ -145,22 +145,23 @@ def init_distributed(
     ranks agree through the store on world size, ranks, backend and mesh, so a difference raises on
     all ranks.
 
-    In a job of several hosts ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``, where unset, are
-    set to an InfiniBand interface, if this host has one that is up and has an address; if
-    ``NCCL_SOCKET_IFNAME`` names one interface, gloo uses that one. Otherwise
-    ``GLOO_SOCKET_IFNAME``, if unset, is set to the interface that routes to the rendezvous address:
-    by default gloo uses the address of the host name, which can be a loopback address. They are
-    unset when the groups are destroyed. No other variable is written. A warning says if
-    ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` makes timeouts advisory.
+    In a job of several hosts, bring-up sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` where
+    they are unset, to an InfiniBand interface that is up and has an address. If
+    ``NCCL_SOCKET_IFNAME`` names one interface, gloo uses the same one. On a host without
+    InfiniBand, ``GLOO_SOCKET_IFNAME`` is set to the interface that routes to the rendezvous
+    address: by default gloo uses the address of the host name, often a loopback address. The
+    variables are unset when the groups are destroyed. No other variable is written. A warning says
+    if ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` makes timeouts advisory.
 
     An existing default group is adopted unchanged: ``owned`` is False, and a warning lists the
     requested settings that differ. Without ``mesh_dims``, this is local. A group that contradicts
-    the launcher is an error: the launcher says 2 ranks and the group has one, or this process has
-    another rank in it, as after a library, a notebook or the parent of a forked process has created
-    it. A group that is larger than the number of tasks of SLURM or OpenMPI is no contradiction.
+    the launcher is an error, such as a group of one rank in a job of two, or one in which this
+    process has another rank. A library, a notebook or the parent of a forked process may have
+    created it. A group that is larger than SLURM's or OpenMPI's number of tasks is no
+    contradiction.
 
     In a world of 1, no group, store or port is created, unless ``backend`` or ``mesh_dims`` asks
-    for a group: a program without a launcher runs as it does without torch.distributed, and
+    for a group. A program without a launcher then runs as without torch.distributed, and
     :func:`barrier` and the other functions here return at once.
 
     Args:
@@ -339,7 +340,7 @@ def _join(
         store: the store of the job; None in a world of 1.
 
     Returns:
-        The rendezvous, which is that of the job from now on, and the bring-up.
+        The rendezvous, which the job uses from now on, and the bring-up.
 
     Raises:
         DisagreementError: another process has this rank, or another world size. The ranks that
@@ -493,10 +494,10 @@ def adopt(request: Request, world: ProcessGroup, own: OwnGroups) -> DistributedC
 
 
 def _environment_of_group() -> DistributedEnvironment:
-    """The launcher's environment if it matches the group; otherwise that of the group."""
+    """The launcher's environment if it matches the group; otherwise the group's environment."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with suppress(DistributedEnvironmentError):
-        environment = identify(os.environ)  # without an address: that of the group is not known
+        environment = identify(os.environ)  # without an address: the group's is not known
         if (environment.rank, environment.world_size) == (rank, world_size):
             return environment
     place = (rank, None, world_size, None, None, None)

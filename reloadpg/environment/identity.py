@@ -147,7 +147,7 @@ class Variables:
         return DistributedEnvironmentError(f"{what}. Nothing was opened or written. {remedy}")
 
     def require(self, names: Iterable[str], others: Iterable[str] = ()) -> None:
-        """Raise unless all ``names`` are set; list those that are missing, and those that are set.
+        """Raise unless all ``names`` are set; list the missing ones, and the others.
 
         Args:
             names: the variables. One that cannot be set, such as ``A or B``, counts as missing.
@@ -220,7 +220,7 @@ class Variables:
 
 
 def ip_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that a text is, with or without a zone; None if it is none. Pure."""
+    """Read a text as an IP address, with or without a zone; None if it is no address. Pure."""
     with suppress(ValueError):
         return ipaddress.ip_address(text.partition("%")[0])
     return None

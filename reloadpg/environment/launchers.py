@@ -1,4 +1,4 @@
-"""Launchers: a table of those that are known, and the rank before a group exists.
+"""Launchers: a table of the known ones, and the rank before a group exists.
 
 Does not import torch.
 """
@@ -32,7 +32,7 @@ class Launcher:
     Attributes:
         source: name of the launcher.
         marks: a process that has one of them is a task.
-        required: those that a task must have.
+        required: variables that a task must have.
         rank: number of the task.
         size: number of tasks.
         local_rank: number of the task on its node.
@@ -62,7 +62,7 @@ class Launcher:
 TORCHRUN = Launcher(
     source="torchrun",
     marks=("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    required=("RANK", "WORLD_SIZE", *ADDRESS),  # those of torch's init_method="env://"
+    required=("RANK", "WORLD_SIZE", *ADDRESS),  # as for torch's init_method="env://"
     rank="RANK",
     size="WORLD_SIZE",
     local_rank="LOCAL_RANK",
@@ -336,8 +336,8 @@ def check_group() -> None:
     """Raise if the default group contradicts the launcher: another size, or another rank.
 
     Local. A launcher of one process, or none, contradicts no group: a program may start its ranks
-    itself. So may each task of SLURM and OpenMPI: a group that is larger than their job is none
-    either. Variables that define no rank say nothing.
+    itself. So may each task of SLURM and OpenMPI: a group that is larger than their job is no
+    contradiction. Variables that define no rank say nothing.
     """
     try:
         launcher = identify(os.environ)

@@ -73,7 +73,7 @@ def restore_interfaces() -> None:
 def infiniband_interface(sysfs: Path) -> str | None:
     """Return the first InfiniBand interface that is up and has an address. Local.
 
-    None if there is none. An address that is valid on its link alone does not count.
+    None without such an interface. An address that is valid on its link alone does not count.
     """
     for _, name in sorted(socket.if_nameindex()):
         with suppress(OSError):  # it is not in this part of sysfs

@@ -26,7 +26,7 @@ class Scope:
         self._before = _stores_of_groups()
 
     def now(self) -> list[ProcessGroup]:
-        """Return those that exist, in order of creation; WORLD first, if it is one of them."""
+        """Return the existing groups, in order of creation; WORLD first, if it is one of them."""
         if not is_initialized():
             return []
         from ..c10d import tables

@@ -166,7 +166,7 @@ def claim_place(
     A rank can be counted at a barrier only if its rank is unique and all world sizes are equal.
 
     Returns:
-        The difference to the place that another process has taken before; empty if there is none.
+        The difference to the place that another process has taken before; empty without one.
     """
     rank, size = environment.rank, environment.world_size
     here = f"{socket.gethostname()} (local rank {environment.local_rank})"

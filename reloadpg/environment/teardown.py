@@ -55,12 +55,12 @@ def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGrou
       an orderly destroy can wait for peers. The exception propagates; errors of the clean-up are
       logged.
 
-    A peer that waits in a gloo collective fails at once, since its connection is closed; but not
-    while a forked child of this process holds a copy of the connection, as a worker of a DataLoader
-    that was started after the groups does: that peer waits until the child ends, or until the
-    timeout of the group. Start such children with ``spawn`` or ``forkserver``, or before the
-    groups. A peer in a collective of NCCL is not notified: it waits until the timeout of the group,
-    unless the launcher ends it first, as torchrun, mpirun and ``srun --kill-on-bad-exit`` do.
+    A peer that waits in a gloo collective fails at once, since its connection is closed. A forked
+    child of this process, such as a worker of a DataLoader, can hold a copy of the connection: the
+    peer then waits until the child ends, or until the timeout of the group. Start such children
+    with ``spawn`` or ``forkserver``, or before the groups. A peer in a collective of NCCL is not
+    notified: it waits until the timeout of the group, unless torchrun, mpirun or
+    ``srun --kill-on-bad-exit`` ends it first.
 
     Collective over the members of the groups that it destroys. Scopes nest: the innermost scope
     around its creation owns a group, also across offload and reload. A scope may end while groups

@@ -117,7 +117,7 @@ def wrapped_names() -> list[str]:
 
 
 def _originals(name: str) -> list[Any]:
-    """List the functions that torch's modules bind to the name, and those that they wrap."""
+    """List the functions that torch's modules bind to the name, and what they wrap."""
     functions: list[Any] = []
     homes: tuple[Any, ...] = creation.creator_modules()
     if "." in name:

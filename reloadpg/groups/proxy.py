@@ -43,8 +43,8 @@ class ReloadableProcessGroup(Dispatch):
 
     Attributes:
         generation: the job's number of reloads, of any set, when its communicator was built; 0 if
-            the original call has built it. It changes with each rebuild, and is not their number:
-            a group that is created after one reload has 2 after its first rebuild.
+            the original call has built it. It is not the number of this group's rebuilds: a group
+            that is created after one reload has 2 after its first rebuild.
         state: a :class:`~reloadpg.extend.GroupState`; a suspended group is offloaded.
     """
 

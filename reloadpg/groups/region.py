@@ -19,8 +19,8 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
 
     Local, not blocking. All members of a group must create it in the same region. A region applies
     to the calling thread (or asyncio task) and overrides the rules of ``install(sets=...)``.
-    Regions nest; the innermost one counts. It can decorate functions, as :class:`offloaded`
-    can. The default group is always in the set ``"trainer"``. Existing groups stay in their sets.
+    Regions nest; the innermost one counts. It decorates functions, like :class:`offloaded`. The
+    default group is always in the set ``"trainer"``. Existing groups stay in their sets.
 
     Args:
         name: a set that ``install(sets=...)`` declares, or ``"trainer"``. None makes the groups

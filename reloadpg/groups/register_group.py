@@ -27,8 +27,7 @@ def register_group(
     place of ``group``; ``torch.distributed`` finds it in its tables, too.
 
     Local; call it on each rank of the job that is a member. Members outside the job must destroy
-    and rebuild the group at the same times. The group joins the set that a group created here would
-    join.
+    and rebuild the group at the same times. The set is chosen as for a group that is created here.
 
     Args:
         group: the live group, which must be in c10d's tables.
@@ -37,8 +36,8 @@ def register_group(
             the same group name again.
 
     Returns:
-        The reloadable group. Idempotent; a group that is reloadable already is returned as it is,
-        and so is each group if ``RELOADPG=off``.
+        The reloadable group. Idempotent; a group that is reloadable already is returned as it is.
+        With ``RELOADPG=off`` each group is.
 
     Raises:
         NotInstalledError: ``install`` was not called; nothing was changed.

@@ -43,7 +43,7 @@ class Registry:
 
     @property
     def sets(self) -> frozenset[str]:
-        """All sets: the trainer's, and those that the installation declares."""
+        """All sets: the trainer's, and the declared ones."""
         return frozenset([TRAINER] if self.selection is None else self.selection.set_names)
 
     def select(self, selection: Selection | None) -> None:

@@ -166,7 +166,7 @@ class Selection:
 
     @property
     def set_names(self) -> tuple[str, ...]:
-        """The trainer's set, and those that are declared."""
+        """The trainer's set, and the declared ones."""
         return (TRAINER, *[name for name, _ in self.sets if name])
 
     def refuse_undeclared(self, names: Iterable[str], call: str) -> None:

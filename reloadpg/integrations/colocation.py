@@ -96,9 +96,9 @@ class colocated:  # noqa: N801 - used like a function
         engine_groups: the set of the engine's groups, if it runs in the trainer's processes; see
             ``install(sets=...)`` and :class:`reloadpg.region`. These groups are live in the block
             and offloaded outside of it; all others belong to the trainer. Equal on all ranks. If
-            one rank drives an engine on the devices of several, pass an unused name: every rank
-            then waits until all have released their memory before the engine wakes, and until the
-            engine sleeps before it resumes its memory. Otherwise None.
+            one rank drives an engine on the devices of several, pass an unused name. The engine
+            then wakes after all ranks have released their memory, and every rank resumes its
+            memory after the engine sleeps. Otherwise None.
         timeout: as for :class:`reloadpg.offloaded`: how long the exit waits for ranks that are
             still in the block.
 

@@ -7,7 +7,7 @@
 
 DeepSpeed creates its groups (``deepspeed.comm``, ``deepspeed.utils.groups``) with torch's
 ``new_group``, so they are reloadable if reloadpg was installed before ``deepspeed.initialize``.
-DeepSpeed (0.19) is not imported here.
+DeepSpeed is not imported here.
 """
 
 from __future__ import annotations

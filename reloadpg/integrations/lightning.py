@@ -4,7 +4,7 @@
 
     Trainer(..., callbacks=[offloaded_phase(generate, when="train_batch_end", every=8)])
 
-Lightning (2.6, as ``lightning`` or ``pytorch_lightning``) is imported when the function is called.
+Lightning (``lightning`` or ``pytorch_lightning``) is imported when the function is called.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ModelParallel:
 def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
     """Destroy the parallel state with all of its groups, however it was initialized.
 
-    Its groups are those that ``parallel_state.create_group`` has created. Other modules call
+    It destroys the groups of ``parallel_state.create_group``. Other modules call
     ``torch.distributed.new_group`` and keep their groups: Megatron-FSDP's adapter, the collections
     of ``process_groups_config``, ``inference.shards`` and the bridge communicator (0.20).
 

@@ -18,7 +18,7 @@ registered (miles never does). Differences from their module:
 * The default group stays the same object: no temporary gloo group replaces it, and while asleep
   a collective on it raises.
 * Gloo groups bypass, also if the default group is registered. Groups of one rank are reloadable.
-  Each group has ``group``; that of a group that bypasses is always the group itself.
+  Each group has ``group``; for a group that bypasses it is always the group itself.
 * ``reload_process_groups`` connects each communicator on all its ranks. So no barrier on WORLD is
   needed before a first exchange between some of them.
 * Memory is not checked before a collective: each check asks the device (slime#2269).

@@ -46,15 +46,15 @@ class MemorySaver:
     ``pause()``, ``resume()``      while all memory is in one state; otherwise call them by tag
     =============================  =================================================================
 
-    A call for what is in that state already does nothing.
+    A call for memory that is already in that state does nothing.
 
     Args:
         saver: an object with ``pause(tag)`` and ``resume(tag)``; None for the process's
             ``torch_memory_saver``.
         tags: the tags of the trainer's memory, in the order in which to pause them; None for all
-            memory at once. Other tags may be paused and resumed at any time: those of a rollout
-            engine in the same process, or of a buffer that is paused while groups are live, such as
-            miles' ``param_buffer``. Communicators must not be created in the region of such a tag.
+            memory at once. Other tags may be paused and resumed at any time: a rollout engine's in
+            the same process, or a buffer that is paused while groups are live, such as miles'
+            ``param_buffer``. Communicators must not be created in the region of such a tag.
         sets: the sets of groups to check; None for all. Use ``"trainer"`` if a rollout engine has
             groups in the same processes.
 

@@ -4,7 +4,7 @@
 
     Trainer(..., callbacks=[offloaded_phase(generate, when="step_end", every=8)])
 
-The trainer calls it between steps, with nothing in flight. transformers (5.23) is imported when the
+The trainer calls it between steps, with nothing in flight. transformers is imported when the
 function is called; accelerate and the trainer's own backends need nothing else.
 """
 

@@ -85,8 +85,8 @@ class WorkerGroups:
 class Server(HttpServer):
     """A vLLM server as an engine for ``colocated``: its ``/sleep`` and ``/wake_up``.
 
-    Start it with ``VLLM_SERVER_DEV_MODE=1``, without which it has neither route, and with
-    ``--enable-sleep-mode``. One rank drives it. Blocking; no proxy is used.
+    Start it with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-sleep-mode``; without the variable it
+    has neither route. One rank drives it. Blocking; no proxy is used.
 
     Args:
         url: address of the server, such as ``"http://127.0.0.1:8000"``.

@@ -33,18 +33,18 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
 
     Collective, like :func:`offload` and :func:`reload`. Blocks nest, also with ``colocated()``, and
     several asyncio tasks or threads may have a block of the same set: the last one to leave reloads
-    it. Blocks are counted on each rank, and every entry, and every end that reloads, is an
-    operation of all ranks. So all ranks enter and leave their blocks in the same order, one at a
-    time. If the body raises, the groups are reloaded (the other ranks wait for it) and the body's
-    exception is raised. If this reload fails, its error is logged.
-    ``with reloadpg.offloaded() as report`` returns the report of the offload.
+    it. Blocks are counted on each rank. Every entry is an operation of all ranks, and so is every
+    end that reloads. So all ranks enter and leave their blocks in the same order, one at a time. If
+    the body raises, the groups are reloaded (the other ranks wait for it) and the body's exception
+    is raised. If this reload fails, its error is logged. ``with reloadpg.offloaded() as report``
+    returns the report of the offload.
 
     It decorates functions whose body runs in the call. In a generator or a coroutine use ``with``
     in the body, which blocks the event loop while an operation runs. For other tasks to continue,
     use ``await reloadpg.offload(wait=False)`` and ``await reloadpg.reload(wait=False)``.
 
-    A block that is left while the interpreter exits, such as that of a suspended generator, reloads
-    nothing, and neither does one that is left in a forked child or after :func:`uninstall`.
+    The end of a block reloads nothing while the interpreter exits (a suspended generator), in a
+    forked child, or after :func:`uninstall`.
 
     Args:
         sets: as for :func:`offload`; none for all.
@@ -53,7 +53,7 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
             progress on any rank. A number is in seconds. None means one hour, or the timeout of
             :func:`install` if that is longer: rollouts differ in length. The wait ends at once if a
             rank fails, or if a process of this host has ended. After an exception in the body, and
-            for all other waits, the timeout is that of ``install``.
+            for all other waits, the timeout of ``install`` holds.
 
     Raises:
         InvalidOptionError: an argument cannot be used; nothing was changed.

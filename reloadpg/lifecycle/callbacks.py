@@ -64,7 +64,7 @@ class Callbacks:
     uninstall: list[Callable[[], object]] = field(default_factory=list)
 
     def after_fork(self) -> None:
-        """In a forked child: keep those of installations, whose patches the child keeps."""
+        """In a forked child: keep the callbacks of installations, whose patches the child keeps."""
         registered: list[Any]
         for registered in (self.report, self.offload, self.before_reload, self.reload):
             registered.clear()
@@ -138,14 +138,14 @@ def on_offload(
     ranks, so that no rank releases a group before the callbacks of all ranks have returned. If one
     raises, the offload fails on all ranks before any group is changed. After an offload that failed
     in this way, or because ranks were missing or differed, ``reload()`` on all ranks calls the
-    callbacks of :func:`on_reload` on the ranks that have called these. Groups that a callback
-    creates are not released by this offload.
+    :func:`on_reload` callbacks on the ranks that have called their :func:`on_offload` callbacks.
+    Groups that a callback creates are not released by this offload.
 
-    With ``group``, it is for what belongs to the communicator of that group, such as a pointer to
-    it, and is called as ``callback(group, backend)`` while the group is live. These callbacks run
-    after the others, group by group in an order that all members share, and for one group in the
-    order of registration, which must be the same on its members. So they can run collectives on it.
-    A suspended group keeps its communicator: nothing is called.
+    With ``group``, the callback frees what belongs to the communicator of that group, such as a
+    pointer. It is called as ``callback(group, backend)`` while the group is live. These callbacks
+    run after the others, group by group in an order that all members share, and for one group in
+    the order of registration, which must be the same on its members. So they can run collectives on
+    it. A suspended group keeps its communicator: nothing is called.
 
     Args:
         callback: the function to call.
@@ -178,14 +178,14 @@ def on_reload(
     Local. Callbacks run in the order of registration, in the caller's thread (with ``wait=False``,
     in the operation's), on every reload of offloaded groups, as its last step. If one raises, the
     others are called, and the reload raises on this rank alone: the groups are live on all ranks.
-    ``reload()`` on all ranks then calls those of this rank that have not returned.
+    ``reload()`` on all ranks then calls the callbacks of this rank that have not returned.
 
     With ``group``, it is called as ``callback(group, backend)`` when the group has its next
-    communicator: before the others, and in an order as that of :func:`on_offload`. It is also
-    called by :func:`reloadpg.recovery.recover`, for which no callback of an offload is called.
+    communicator: before the others, and in the order of :func:`on_offload`. It is also called by
+    :func:`reloadpg.recovery.recover`, which calls no callback of an offload.
 
-    Arguments, result and errors are those of :func:`on_offload`, and ``before``: call it before the
-    rebuild; if it raises, the groups stay offloaded.
+    Arguments, result and errors are as for :func:`on_offload`. With ``before`` it is called before
+    the rebuild; if it then raises, the groups stay offloaded.
     """
     if before and group is not None:
         raise InvalidOptionError(

@@ -68,7 +68,7 @@ class Caller(Interrupt):
     def wait(self, start: Callable[[], object], until: Callable[[], object]) -> None:
         """Start an operation, and wait in ``until``. Blocking; in the thread of the caller.
 
-        An error here, such as that of a signal handler, tells the operation to end.
+        An error here, such as a signal handler's, tells the operation to end.
         """
         try:
             start()

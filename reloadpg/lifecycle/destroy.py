@@ -98,12 +98,12 @@ def abort(
     """Abort the communicators of groups without waiting for other ranks. Local, non-blocking.
 
     All groups are marked first: a collective that another thread starts on one of them then raises,
-    and does not wait for peers that have aborted. Their communicators, and those that an offload
-    was destroying, are then aborted, each in a separate thread: an abort can hang while another one
-    is stuck, and several aborts in sequence have hung (pytorch#119797, #150690).
+    and does not wait for peers that have aborted. Their communicators, and the communicators that
+    an offload was destroying, are then aborted, each in a separate thread: an abort can hang while
+    another one is stuck, and several aborts in sequence have hung (pytorch#119797, #150690).
 
-    If no thread can be started, the next call aborts those that were recorded. With ``whole``, the
-    backends that stay alive in an offload are aborted too, and groups that the program has shut
+    If no thread can be started, the next call aborts the recorded communicators. With ``whole``,
+    the backends that stay alive in an offload are aborted too, and groups that the program has shut
     down or aborted, and not destroyed, are marked as well. Returns the running aborts.
     """
     for group in groups:

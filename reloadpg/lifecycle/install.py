@@ -89,8 +89,8 @@ def install(
             bypass, for example ``"*_SERVICE"``. Matched against the name and description at
             creation. Equal on all ranks.
         sets: the sets of groups other than ``"trainer"``. A name, or several: the groups of a set
-            are those that are created in a :class:`region` of its name. Or a mapping from each name
-            to a pattern (``fnmatch``), or several, of the modules that create its groups, such as
+            are created in a :class:`region` of its name. Or a mapping from each name to a pattern
+            (``fnmatch``), or several, of the modules that create its groups, such as
             ``{"engine": "vllm.*"}``. The innermost caller of torch that matches a pattern decides,
             unless a region applies. All other groups are in ``"trainer"``; the default group always
             is. Groups that match the patterns under the key None bypass. Equal on all ranks.
@@ -101,13 +101,13 @@ def install(
             leaves wrong values without an error; :func:`offload` and
             :func:`~reloadpg.recovery.recovery_requested` detect this. It also makes
             ``connect="eager"`` the default of :func:`reload`.
-        borrowed: what an offload does about a group of which other code has taken a pointer to the
-            communicator, or a window, that it could use after the release. ``refuse`` (the
-            default): the offload raises :class:`~reloadpg.errors.BorrowedError`, which names the
-            holder, before anything is changed, unless a callback of :func:`on_offload` for that
-            group drops it. ``warn``: the group is released, and the report's warnings name the
-            holder. ``ignore``: nothing is recorded. A suspended group keeps its communicator, so
-            nothing is refused. See ``status().borrowed``. Equal on all ranks.
+        borrowed: what an offload does if other code has taken a pointer to a group's communicator,
+            or a window, and could use it after the release. ``refuse`` (the default): the offload
+            raises :class:`~reloadpg.errors.BorrowedError` before anything is changed, and names the
+            holder, unless a callback of :func:`on_offload` for that group drops it. ``warn``: the
+            group is released, and the report's warnings name the holder. ``ignore``: nothing is
+            recorded. A suspended group keeps its communicator, so nothing is refused. See
+            ``status().borrowed``. Equal on all ranks.
 
     Raises:
         InvalidOptionError: an option is invalid, or the environment has an unknown variable that

@@ -179,7 +179,7 @@ class Job:
         self.suspend_obstacle = obstacle
 
     def forget_clients(self) -> None:
-        """Use other store clients for later creations than for those that are abandoned. Local."""
+        """Use other store clients for later creations than for abandoned ones. Local."""
         self.creation_stores = stores.Clients()
 
     def end(self) -> None:
@@ -307,7 +307,7 @@ class Jobs:
         return self._running is not None
 
     def progress(self) -> OperationStatus | None:
-        """Return the progress of the running operation; None if there is none. Local, cheap."""
+        """Return the progress of the running operation, or None. Local, cheap."""
         running = self._running
         return None if running is None else running.status()
 

@@ -38,11 +38,11 @@ class Operation:
     Args:
         kind: offload, reload or recover.
         named: the sets named in the call; empty for all.
-        seconds: the timeout of the wait for ranks that have not made the call; None for that of
-            the installation.
+        seconds: the timeout of the wait for ranks that have not made the call; None for the
+            installation's.
 
     Attributes:
-        options: those of the installation.
+        options: the installation's.
         job: the job; None if torch.distributed is not initialized.
         record: what it records for its report.
         committed: whether all ranks have passed the last barrier.
@@ -228,7 +228,8 @@ class Operation:
 
         Args:
             said, summary: what this rank says to all ranks, and how that is summarized.
-            seconds: the timeout of this barrier; None for that of the call, or of ``install``.
+            seconds: the timeout of this barrier; None for the timeout of the call, or of
+                ``install``.
             arguments: further arguments of the call that must be equal on all ranks.
         """
         plan = self.scope.plan(arguments)

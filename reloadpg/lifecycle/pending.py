@@ -48,7 +48,7 @@ class Pending(futures.Future[Report]):
     thread and ends within its timeouts, whatever happens to the handle; it cannot be cancelled. An
     interrupt of :meth:`result` ends only the wait, and the exit of the interpreter waits for the
     operation. Keep the handle, and call :meth:`result` before the groups are used: it raises the
-    error of the operation, which is logged, too.
+    operation's error. That error is logged, too.
 
     Attributes:
         operation: ``offload`` or ``reload``.
@@ -103,7 +103,7 @@ class Pending(futures.Future[Report]):
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as :meth:`result` does, and return the error of the operation, or None."""
+        """Wait as :meth:`result`, and return the error of the operation, or None."""
         self._await_end(timeout)
         return super().exception()
 
@@ -125,7 +125,7 @@ class Pending(futures.Future[Report]):
                 super().exception(min(_SIGNAL_S, left))
 
     def __await__(self) -> Generator[object, None, Report]:
-        """Wait in a coroutine; the result is that of :meth:`result`."""
+        """Wait in a coroutine, as :meth:`result`."""
         return asyncio.wrap_future(self).__await__()
 
 

@@ -46,7 +46,7 @@ def live_groups(op: Operation) -> list[ManagedGroup]:
 
 
 def let_go_of(op: Operation, live: list[ManagedGroup], due: list[Callback]) -> list[ManagedGroup]:
-    """Call callbacks before communicators end, those of the groups last. Local.
+    """Call callbacks before communicators end, callbacks of groups last. Local.
 
     Returns:
         The groups that are still live: a callback may destroy groups.
@@ -70,7 +70,7 @@ _UNCHANGED = (
 
 
 def call_callbacks(op: Operation, due: list[Callback]) -> None:
-    """Call callbacks of an offload. Until it is complete, those of a reload are owed."""
+    """Call callbacks of an offload. Until it is complete, callbacks of a reload are owed."""
     if due:
         op.scope.owe(op.groups)
     op.call(due, _UNCHANGED)

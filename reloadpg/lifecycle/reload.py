@@ -69,11 +69,11 @@ def reload(
             order that all ranks share. (NCCL's are created in parallel before; gloo connects at the
             creation.) ``canary`` runs that all-reduce on all groups and checks the sum.
             None means ``eager`` with ``install(recoverable=True)``, otherwise ``none``, which takes
-            no memory for groups that are not used (288 MiB each; NCCL 2.30.7, 2 ranks). With
-            ``none``, NCCL connects a communicator in the program's first collective on it, and
-            nothing ends that if another rank fails there. On torch 2.15's default engine, no later
-            reload or recovery of that process then completes. A connection by this function is
-            ended after a failure or its timeout, and the next call repairs it. Equal on all ranks.
+            no memory for unused groups. With ``none``, NCCL connects a communicator in the
+            program's first collective on it. If another rank fails there, nothing ends that call:
+            on torch 2.15's default engine, no later reload or recovery of that process completes.
+            A connection by this function is ended after a failure or its timeout, and the next
+            call repairs it. Equal on all ranks.
         timeout: how long to wait for ranks that have not made the call, without progress on any
             rank. A number is in seconds. None means the timeout of ``install``, which all other
             waits have.
@@ -137,8 +137,7 @@ def _agree(op: Operation, how: Connect) -> str:
     """Agree with all ranks; return in what they differ if that is the state alone.
 
     A link that was down, or a store that did not respond, can let an operation end differently on
-    the ranks. Then they rebuild all groups of the chosen sets; those that have live groups release
-    them.
+    the ranks. Then they rebuild all groups of the chosen sets; ranks with live groups release them.
     """
     differs = ""
     while True:

@@ -25,7 +25,7 @@ class Scope:
         kind: offload, reload or recover.
         job: the job.
         world: its default group, so that it is not deleted.
-        options: those of the installation.
+        options: the installation's.
         chosen: the sets that it is for.
         sets: the chosen sets that it will change.
         changes: whether a set is to be offloaded or reloaded: not if it is already.

@@ -89,7 +89,7 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
 
 
 def _held(stats: Mapping[str, int]) -> int:
-    """Bytes on the device: NCCL's total includes those that a suspend has moved to the host."""
+    """Bytes on the device: NCCL's total includes bytes that a suspend has moved to the host."""
     moved = stats.get("suspend", 0) if stats.get("suspended") else 0
     return stats.get("total", 0) - moved
 
@@ -114,7 +114,7 @@ def _group_status(group: ManagedGroup, asks: bool) -> GroupStatus:
 
 
 def bypassed_groups(asks: bool) -> tuple[BypassedGroup, ...]:
-    """List the groups that bypass; ``asks``: look at the communicators of those of one rank."""
+    """List the groups that bypass; ``asks``: look at the communicators of groups of one rank."""
     alone = registry.of_one_rank() if asks else {}
     return tuple(
         BypassedGroup(

@@ -78,7 +78,7 @@ def _release_instead(op: Operation, job: Job, live: list[ManagedGroup], obstacle
 def restore(op: Operation, job: Job, how: Connect) -> None:
     """The steps of a reload after the ranks have agreed on it; see :func:`.reload.reload`.
 
-    Groups that an offload has recreated, and those that failed, are rebuilt after the others.
+    Groups that an offload has recreated, and failed groups, are rebuilt after the others.
     """
     suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
     rank = job.rendezvous.rank

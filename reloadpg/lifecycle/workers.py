@@ -79,7 +79,7 @@ class Workers:
         members of the first unfinished group of the job are working on it, and no topology can
         deadlock, provided that a thread that waits for peers holds no lock that another needs
         (:mod:`reloadpg.c10d.nccl`). The default group is processed alone. Groups that users
-        rebuild, and by default those of a backend whose locks are unknown, are processed one after
+        rebuild, and by default groups of a backend whose locks are unknown, are processed one after
         the other.
 
         Args:
@@ -87,7 +87,7 @@ class Workers:
             groups: in the order that all ranks share.
             action: what to do with a group.
             threads: number of threads.
-            parallelism: that of the installation.
+            parallelism: the installation's.
 
         Raises:
             ReleaseError, RebuildError: the action raised on this rank; the cause is chained.
@@ -109,7 +109,7 @@ class Workers:
     def _process(
         self, round_: Round, left: deque[ManagedGroup], action: Action, threads: int
     ) -> None:
-        """Process groups in some threads; those that are abandoned are recorded in the job."""
+        """Process groups in some threads; the job records abandoned groups."""
         wanted, busy, took = CancelToken(), self._busy, self._took
 
         def loop(index: int) -> None:

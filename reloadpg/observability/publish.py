@@ -40,8 +40,8 @@ _LAST_WRITE_S = 0.5
 logger = logging.getLogger("reloadpg")
 
 _publishers: dict[int, Publisher] = {}
-"""The publisher of this process, by its id. A forked child inherits that of its parent, which has
-no thread there."""
+"""The publisher of this process, by its id. A forked child inherits its parent's publisher, which
+has no thread there."""
 
 
 def start() -> None:
@@ -110,7 +110,7 @@ class Publisher:
         self._wake.set()
 
     def _look(self) -> None:
-        """Read the status. After the default group was destroyed, that of its job is kept."""
+        """Read the status. After the default group was destroyed, the last one is kept."""
         status = reloadpg.status()
         if self._status is None or status.initialized or not self._status.initialized:
             self._status = status

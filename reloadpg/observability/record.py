@@ -1,8 +1,7 @@
 """The record of a rank, which it keeps in a file for ``reloadpg status``, and its reader.
 
 Each rank of a job writes ``rank-<n>.json`` into the directory ``RELOADPG_STATUS_DIR``. The file is
-one :class:`RankRecord`. A file that is none is named with the reason, and the others are read.
-Imports no torch.
+one :class:`RankRecord`. A file that cannot be read is named with the reason. Imports no torch.
 """
 
 from __future__ import annotations
@@ -95,7 +94,8 @@ class Reading:
     """All records that were found at one time.
 
     Attributes:
-        ranks: those of the job, in the order of ranks; files of an earlier, larger job are omitted.
+        ranks: the job's records, in the order of ranks; files of an earlier, larger job are
+            omitted.
         failures: the failures to read, as text.
         absence: why no rank was found; empty if one was.
         time: Unix time of the reading, in seconds.

@@ -64,21 +64,22 @@ def recover(
     and the duration.
 
     ``on_offload`` callbacks are not called, since their communicators may be unusable and the other
-    ranks wait; ``on_reload`` callbacks are, those with ``before=True`` only if groups were
+    ranks wait. ``on_reload`` callbacks are called; with ``before=True`` only if groups were
     offloaded.
 
-    Afterwards all groups are live, also those that were offloaded. Each has run a small all-reduce,
-    checked by value. The results of unfinished collectives are lost: the caller restores the state
-    from before the step and repeats it. A group whose ``abort()`` or ``shutdown()`` the program has
-    called is rebuilt, unless it was destroyed. Groups that bypass are unchanged.
+    Afterwards all groups are live, also groups that were offloaded. Each has run a small
+    all-reduce, checked by value. The results of unfinished collectives are lost: the caller
+    restores the state from before the step and repeats it. A group whose ``abort()`` or
+    ``shutdown()`` the program has called is rebuilt, unless it was destroyed. Groups that bypass
+    are unchanged.
 
     Args:
         reason: the reason for the reports and logs of all ranks: text or an exception; if None, the
             exception that is being handled. The variables in the frames of its traceback are
             cleared: gloo waits as long as one of them holds a work object.
         timeout: how long to wait for missing ranks. None means as long as a collective may
-            take: the longest timeout of the groups, or that of ``install`` if it is longer. A
-            number is in seconds.
+            take: the longest timeout of the groups, or the timeout of ``install`` if it is longer.
+            A number is in seconds.
 
     Returns:
         The report of this rank; its ``faults`` are the ranks that were stuck and where.
@@ -95,7 +96,7 @@ def recover(
     """
     seconds = seconds_or_none(timeout, "timeout")
     op = Operation(RECOVER)
-    error = sys.exc_info()[1] if reason is None else reason  # that of this thread
+    error = sys.exc_info()[1] if reason is None else reason  # this thread's
     run(op, partial(_recover, reason=error, seconds=seconds))
     del error
     if op.job is not None and op.job.rendezvous.rank == 0:

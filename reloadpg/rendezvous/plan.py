@@ -107,8 +107,8 @@ def differences(plans: Mapping[int, Plan]) -> str:
 def reconciled(plans: Mapping[int, Plan]) -> int:
     """Return the generation with which the ranks rebuild all groups of a reload.
 
-    Positive if the plans are those of a reload and differ in the state alone, which a reload
-    replaces; otherwise 0.
+    Positive if the plans of a reload differ in the state alone, which a reload replaces;
+    otherwise 0.
     """
     if any(plan.operation != "reload" for plan in plans.values()):
         return 0

@@ -6,7 +6,7 @@ alone. Passing a barrier, a failure, a timeout, a disagreement and the request f
 the same step, so each is decided once. All other keys count ranks, wake them, or name them in
 messages: the loss of one changes no decision.
 
-A rank remembers one number, ``next``: that of the first operation that it has not entered.
+A rank remembers one number, ``next``: the number of the first operation that it has not entered.
 
 * ``current.number == next``: the rank enters the operation, and increments ``next`` before it
   arrives. So no rank arrives twice.
@@ -39,8 +39,8 @@ key            value                            written by
 ``polls``      the number of ranks that poll    each rank that waits long (:mod:`.round`)
 =============  ===============================  ================================================
 
-All keys but those of jobs begin with the number of the job, and those from ``count`` to ``result``
-also with the number of the operation; ``go`` has that of the barrier, too.
+All keys except the keys of jobs begin with the number of the job. The keys from ``count`` to
+``result`` also have the number of the operation, and ``go`` the barrier's.
 ``tests/helpers/explorer.py`` runs this module for two and three ranks in every order, with faults
 at every command.
 """
@@ -276,7 +276,7 @@ class Rank(_Counted):
         return (yield from self._current((yield Read(f"{self.job}/current"))))
 
     def _current(self, text: str | None) -> Steps:
-        """The value that this text is; raises if it is none, and wakes the ranks that wait."""
+        """Decode the value in this text; otherwise raise, and wake the ranks that wait."""
         try:
             return _decoded(Current.from_text, f"{self.job}/current", text)
         except ReloadpgError:  # no rank can end the operation: each finds this value
@@ -487,7 +487,7 @@ class Rank(_Counted):
             doing: this rank's work, or its plan after a disagreement; empty if it waited. It may
                 have arrived after a timeout was decided, which it says then.
             waits: whether to wait for the answers of the other ranks, or until the deadline.
-            number: number of the operation; by default that which this rank has entered.
+            number: number of the operation; by default the one that this rank has entered.
         """
         if decision.barrier < 0:  # its keys are deleted
             return decision

@@ -44,7 +44,7 @@ PREFIX = "reloadpg"
 """Prefix of the keys of a job."""
 
 _REQUESTS_S = 5.0
-"""Seconds for the requests that count a job, and at least for those that notify of a failure."""
+"""Seconds for the requests that count a job; minimum for requests that notify of a failure."""
 
 _BRIEF_S = 0.5
 """Seconds to read whether a recovery was requested, and of the first wait for a key before all
@@ -71,7 +71,7 @@ class Rendezvous:
         size: number of ranks.
         watches: whether to watch the processes on this host.
         client: the connection to the store; None for a separate one.
-        prefix: that of its keys.
+        prefix: prefix of its keys.
 
     Attributes:
         alone: whether this rank has no peers.
@@ -104,7 +104,7 @@ class Rendezvous:
         self._requested = 0  # number of the last recovery that was requested
         self._ask_again = 0.0
         self._progress = 0
-        self._polls = ""  # the key that counts this rank among those that poll
+        self._polls = ""  # the key that counts this rank as polling
         self._driven = 0.0
         if rank == 0 and not self.alone:
             _hosts.add(self)
@@ -452,7 +452,7 @@ class Round:
             plan: this rank's plan, at the first barrier; it must be equal on all ranks.
             said: what this rank says to all ranks there.
             summary: makes one text of what ranks have said, in their order, on one of them. Pure.
-            seconds: the timeout of this wait; None for that of the operation.
+            seconds: the timeout of this wait; None for the operation's.
 
         Returns:
             The summary, equal on all ranks; empty if no rank has said anything.
@@ -648,7 +648,7 @@ class Round:
         Returns:
             How it ended: ``ok`` if all ranks have completed it.
         """
-        # A separate deadline: that of the work may have passed. The first decision written counts.
+        # A separate deadline: the work's may have passed. The first decision written counts.
         seconds = max(_REQUESTS_S, self._rendezvous.grace_s)
         deadline = Deadline(self.operation, seconds, self.phase)
         rendezvous, decision = self._rendezvous, error.decision

@@ -57,7 +57,7 @@ def run(
 ) -> None:
     """Run the body of a test on ranks; raise pytest's exceptions for their result.
 
-    The arguments from ``world_size`` on are those of the mark; ``options`` are passed on to
+    The arguments from ``world_size`` on are the mark's; ``options`` are passed on to
     ``run_ranks``.
     """
     from .ranks import RanksFailedError, run_ranks

@@ -86,7 +86,7 @@ def supervise(caller: Connection, job: RunSpec) -> None:
 
     Sends (``time.monotonic()`` of the start, process ids) to the caller and at the end ([(exit
     code, time, killed) of each rank], whether the time limit was reached, ids of processes that
-    SIGKILL did not end). An exit code is that of ``multiprocessing.Process``: negative for a
+    SIGKILL did not end). Exit codes are as in ``multiprocessing.Process``: negative for a
     signal.
     """
     if not os.path.samefile(job.program, __file__):

@@ -10,8 +10,8 @@ nor the rest of the library until a test asks for something::
         assert tensor.item() == world_size
 
 ``ranks(world_size, *, timeout, backend, env, preload, store, standins)`` runs the body in
-``world_size`` processes and fails with every failed rank's traceback. ``backend`` is that of a
-default group, created before the body and destroyed after it (None: no group); ``timeout`` is a
+``world_size`` processes and fails with every failed rank's traceback. ``backend`` creates a
+default group before the body, which is destroyed after it (None: no group); ``timeout`` is a
 timedelta or seconds (default: the ini option ``reloadpg_timeout``); ``env`` are variables of the
 ranks, where None removes one; the rest are arguments of :func:`reloadpg.testing.run_ranks`.
 

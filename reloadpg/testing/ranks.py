@@ -7,8 +7,8 @@ process that has imported torch, ``torch.distributed`` and ``reloadpg``:
   and exit handlers do not run.
 - as always in multiprocessing, the caller's main module is imported again, before the ranks have
   their environment, so it must call ``run_ranks`` under ``if __name__ == "__main__":``.
-- the fork server is that of the calling process: other processes that it starts with the server
-  also have torch imported and compute on one thread.
+- the calling process has one fork server: other processes that it starts with the server also
+  have torch imported and compute on one thread.
 
 The runner uses ``SIGUSR1`` of the ranks.
 """

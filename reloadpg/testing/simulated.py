@@ -11,7 +11,7 @@ Its groups behave like an accelerator's: creating one is local, a communicator i
 first use and holds memory until it is released, and a group cannot be used after its ``shutdown``
 or ``abort``. The memory is real, so it can be measured from outside the process; the results are
 gloo's, so they can be compared bit for bit. Everything here is per process. NCCL's own rules, such
-as those of a suspend, are in the stand-ins for NCCL (:mod:`reloadpg.testing.standins`).
+as for a suspend, are in the stand-ins for NCCL (:mod:`reloadpg.testing.standins`).
 
 A test can inject faults (:mod:`reloadpg.testing.faults`)::
 

@@ -93,9 +93,9 @@ class Fault:
             aborts the communicator. ``async``: it succeeds, and the communicator has this
             asynchronous error; its operations then wait until it is aborted.
         call: the function of NCCL. ``copy`` is the work of a suspend or resume, once all members
-            have called it: an abort does not end it. ``monitor`` is none of NCCL: the thread with
-            which torch monitors the watchdog of a group does not run for `seconds`, before it
-            waits.
+            have called it: an abort does not end it. ``monitor`` is not NCCL's: the thread
+            with which torch monitors the watchdog of a group does not run for `seconds`, before
+            it waits.
         rank: the global rank (its variable RANK); None for all ranks.
         skip: number of matching calls of each process that succeed before the fault.
         times: number of calls of each process that fail after them; None for all.
@@ -180,7 +180,8 @@ def job(
         folder: an empty folder on a local file system; None creates one, in memory if possible.
         nccl: the file of an NCCL that its user has built from NVIDIA's source and linked to the
             dynamic CUDA runtime of torch's version. Its host code runs in addition to the stand-in,
-            which moves the data; its kernels do not run. None: that of RELOADPG_NCCL, or none.
+            which moves the data; its kernels do not run. None: the file in RELOADPG_NCCL, or the
+            stand-in alone.
 
     Raises:
         StandinsError: the libraries cannot be built, see :func:`build`, or ``nccl`` is not usable.

@@ -11,8 +11,8 @@ Limits:
 - No operator can be captured in a CUDA graph; collectives and copies can.
 - An operator without a CPU kernel raises ``NotImplementedError`` (cuDNN and fused attention are
   disabled, so layers do not select them).
-- Random values depend on the seed and on the number of earlier draws, as on a GPU, but they are
-  those of the CPU's generator.
+- Random values depend on the seed and on the number of earlier draws, as on a GPU, but they
+  come from the CPU's generator.
 """
 
 from __future__ import annotations
