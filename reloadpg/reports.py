@@ -156,6 +156,7 @@ class Report:
         faults: of ``recover``, the faults that ranks reported, ranks that were late in a group
             first; equal on all ranks, at most 32. Ranks without a fault are omitted.
         sets: the sets that it was called for: ``all``, or their names separated by commas.
+        retries: of a reload, why each attempt but the last one failed.
     """
 
     operation: str
@@ -173,6 +174,7 @@ class Report:
     world_size: int | None = None
     faults: tuple[RankFault, ...] = ()
     sets: str = "all"
+    retries: tuple[str, ...] = ()
 
     @property
     def phases_ms(self) -> dict[str, float]:

@@ -216,6 +216,17 @@ def as_integer(value: object) -> int | None:
     return None
 
 
+def checked_attempts(attempts: int) -> int:
+    """Read the ``attempts`` of a reload. Raises InvalidOptionError."""
+    number = as_integer(attempts)
+    if number is None or number < 1:
+        raise InvalidOptionError(
+            f"attempts={attempts!r} is not a positive integer; nothing was changed. Pass the "
+            "maximum number of attempts of a reload."
+        )
+    return number
+
+
 def as_flag(value: object, name: str, nothing: str = "nothing was started") -> bool:
     """Check a bool.
 

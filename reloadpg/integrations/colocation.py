@@ -35,7 +35,7 @@ from ..extend import (
     validate,
 )
 from ..reports import Report
-from ..settings import seconds_or_none
+from ..settings import checked_attempts, seconds_or_none
 from .torch_memory_saver import MemorySaver
 
 __all__ = ["ColocationError", "colocated"]
@@ -99,6 +99,7 @@ class colocated:  # noqa: N801 - used like a function
             one rank drives an engine on the devices of several, pass an unused name. The engine
             then wakes after all ranks have released their memory, and every rank resumes its
             memory after the engine sleeps. Otherwise None.
+        attempts: as for :func:`reloadpg.reload`, of the trainer's groups.
         timeout: as for :class:`reloadpg.offloaded`: how long the exit waits for ranks that are
             still in the block.
 
@@ -122,9 +123,11 @@ class colocated:  # noqa: N801 - used like a function
         collect: bool = True,
         copy_back: Callable[[], object] | None = None,
         engine_groups: str | None = None,
+        attempts: int = 1,
         timeout: timedelta | float | None = None,
     ) -> None:
         self._seconds = seconds_or_none(timeout, "colocated(timeout)")
+        self._attempts = checked_attempts(attempts)
         self._wake_tags = _listed(wake_tags, "colocated(wake_tags")
         self._engine = None if engine is None else _Engine(engine, sleep_level, self._wake_tags)
         validate(connect)
@@ -344,7 +347,8 @@ class colocated:  # noqa: N801 - used like a function
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"connect": self._connect, "timeout": self._block.seconds(self._raised)}
+        seconds = self._block.seconds(self._raised)
+        return {"connect": self._connect, "attempts": self._attempts, "timeout": seconds}
 
     def _reload(self) -> None:
         # If a saver could not be resumed on a rank, this fails on all ranks.

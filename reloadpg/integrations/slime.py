@@ -160,14 +160,19 @@ def reload_process_groups(
     failure. Before ``monkey_patch_torch_dist`` it does nothing and returns None.
 
     Args:
-        timeout_minutes, max_retries, retry_delay: Relax's; ignored.
+        timeout_minutes: Relax's: how long to wait for ranks that have not made the call.
+        max_retries: Relax's maximum number of attempts; see ``attempts`` of
+            :func:`reloadpg.reload`.
+        retry_delay: Relax's pause between attempts; not needed, and ignored.
         connect: as for :func:`reloadpg.reload`. ``eager`` connects each communicator on all its
             ranks. With ``none`` a first exchange between some ranks of a group (Megatron's
             pipelines) waits for the others, which hangs if these first need one of the two.
     """
-    given = {"timeout_minutes": timeout_minutes, "max_retries": max_retries}
-    _ignored("reload_process_groups", **given, retry_delay=retry_delay)
-    return reload(connect=connect) if is_installed() else None
+    _ignored("reload_process_groups", retry_delay=retry_delay)
+    if not is_installed():
+        return None
+    timeout = None if timeout_minutes is None else timeout_minutes * 60
+    return reload(connect=connect, attempts=max_retries or 1, timeout=timeout)
 
 
 def _ignored(function: str, **given: object) -> None:

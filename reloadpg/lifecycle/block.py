@@ -11,7 +11,7 @@ from functools import partial
 from ..groups.registry import registry
 from ..groups.sets import named_sets
 from ..reports import Report
-from ..settings import seconds_or_none
+from ..settings import checked_attempts, seconds_or_none
 from ..threads import exiting
 from .connect import Connect, validate
 from .installation import installation
@@ -49,6 +49,7 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
     Args:
         sets: as for :func:`offload`; none for all.
         connect: as for :func:`reload`.
+        attempts: as for :func:`reload`, at the end of the block.
         timeout: how long the end of the block waits for ranks that are still in the block, without
             progress on any rank. A number is in seconds. None means one hour, or the timeout of
             :func:`install` if that is longer: rollouts differ in length. The wait ends at once if a
@@ -63,16 +64,18 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
         self,
         *sets: str,
         connect: Connect | None = None,
+        attempts: int = 1,
         timeout: timedelta | float | None = None,
     ) -> None:
         self._named = named_sets(sets, "offloaded")
+        self._attempts = checked_attempts(attempts)
         validate(connect)
         self._connect = connect
         self._timeout = seconds_or_none(timeout, "timeout")
         self._blocks: list[Block] = []  # a decorated function may call itself
 
     def __enter__(self) -> Report:
-        block = Block(self._named, self._timeout)
+        block = Block(self._named, self._timeout, self._attempts)
         self._blocks.append(block)
         try:
             return block.enter(self._connect)
@@ -93,11 +96,14 @@ class Block:
     Args:
         sets: the sets to offload; empty for all.
         seconds: the timeout of the wait for ranks that are in the block; None for the default.
+        attempts: of the reload.
     """
 
-    def __init__(self, sets: frozenset[str], seconds: float | None = None) -> None:
+    def __init__(
+        self, sets: frozenset[str], seconds: float | None = None, attempts: int = 1
+    ) -> None:
         self._sets = sets or registry.sets
-        self._seconds = seconds
+        self._seconds, self._attempts = seconds, attempts
         self._counted: dict[str, SetState] = {}
         self._due: frozenset[str] | None = None  # known when it has ended
         self._pid = os.getpid()
@@ -181,7 +187,7 @@ class Block:
     ) -> None:
         try:
             op = Operation(RELOAD, due, self.seconds(error))
-            run(op, partial(restore, how=connect))
+            run(op, partial(restore, how=connect, attempts=self._attempts))
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:
                 raise

@@ -63,6 +63,7 @@ class Operation:
         self._scope: Scope | None = None
         self._workers: Workers | None = None
         self._round: Round | None = None
+        self._failed = False  # in this attempt, and the other ranks know
         note = IS_OFF if registry.off else "torch.distributed is not initialized"
         self.report = Report(operation=kind.name, changed=False, generation=0, note=note)
 
@@ -115,7 +116,7 @@ class Operation:
         """Enter the next operation of the job with all ranks; see :meth:`Round.enter`."""
         self.record.measure()
         self._known.begin_operation()
-        self._round = self._new_round()
+        self._round, self._failed = self._new_round(), False
         self._round.enter(reason)
 
     def _new_round(self) -> Round:
@@ -130,7 +131,7 @@ class Operation:
             error = told
         try:
             if self.job is not None:
-                if error is not None:
+                if error is not None and not self._failed:
                     self._end_early(self.job, error)
                 self.report = self.record.report(self.job, self.scope)
         finally:
@@ -150,7 +151,7 @@ class Operation:
         The phase at which the operation ended decides: the last rank may have arrived at a barrier
         just before this error, so the others may be in a later phase, or done.
         """
-        self.record.activity = f"ending it after {type(error).__name__}"
+        self.record.activity, self._failed = f"ending it after {type(error).__name__}", True
         phase = (self._round or self._new_round()).fail(error)
         text = f"{type(error).__name__}: {error}"
         if phase is None:
@@ -158,6 +159,27 @@ class Operation:
         elif phase in self.kind.touching:
             self.workers.abandon(self.scope, text.splitlines()[0])
         job.fail_operation(text)
+
+    def fails(self, error: ReloadpgError, pause: float) -> bool:
+        """End this attempt on all ranks; return False, after a pause, if all make another one.
+
+        They do if a rank could not rebuild a group and all have responded: they read the same
+        decision. :meth:`enter` begins the next attempt. Local, with a timeout.
+
+        Args:
+            error: why the attempt ends on this rank.
+            pause: in seconds.
+        """
+        if self.committed:
+            return True
+        self._end_early(self._known, error)
+        decision = self.round.decision
+        if decision is None or not decision.is_failed_rebuild:
+            return True
+        self.record.retry(f"rank {decision.rank}: {decision.text}", pause)
+        with self.step("pause", "waiting before the next attempt"):
+            self._caller.pause(pause)
+        return False
 
     def _commit(self) -> None:
         """Record the state that all ranks have after the last barrier. Once."""

@@ -6,11 +6,11 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal, overload
 
-from ..errors import DisagreementError
+from ..errors import DisagreementError, ReloadpgError
 from ..groups.offloaded import GroupState
 from ..groups.sets import named_sets
 from ..reports import Report
-from ..settings import as_flag, seconds_or_none
+from ..settings import as_flag, checked_attempts, seconds_or_none
 from . import recreate, suspend
 from .callbacks import callbacks, for_sets
 from .connect import Connect, validate
@@ -25,6 +25,7 @@ from .pending import Pending, run
 def reload(
     *sets: str,
     connect: Connect | None = ...,
+    attempts: int = ...,
     timeout: timedelta | float | None = ...,
     wait: Literal[True] = True,
 ) -> Report: ...
@@ -32,6 +33,7 @@ def reload(
 def reload(
     *sets: str,
     connect: Connect | None = ...,
+    attempts: int = ...,
     timeout: timedelta | float | None = ...,
     wait: Literal[False],
 ) -> Pending: ...
@@ -39,12 +41,14 @@ def reload(
 def reload(
     *sets: str,
     connect: Connect | None = ...,
+    attempts: int = ...,
     timeout: timedelta | float | None = ...,
     wait: bool,
 ) -> Report | Pending: ...
 def reload(
     *sets: str,
     connect: Connect | None = None,
+    attempts: int = 1,
     timeout: timedelta | float | None = None,
     wait: bool = True,
 ) -> Report | Pending:
@@ -74,6 +78,13 @@ def reload(
             on torch 2.15's default engine, no later reload or recovery of that process completes.
             A connection by this function is ended after a failure or its timeout, and the next
             call repairs it. Equal on all ranks.
+        attempts: maximum number of attempts. If a group could not be rebuilt on some rank (a port
+            in use, a name that does not resolve, a link that flaps) and all ranks have responded,
+            all ranks try again after a pause that grows from half a second to 8 s, with new names
+            and connections: ``Report.retries`` has the reasons. There is no other attempt after
+            missing ranks, a disagreement or an interrupt. A creation that failed on one rank can
+            keep a thread and memory of the other members until the process ends. Equal on all
+            ranks.
         timeout: how long to wait for ranks that have not made the call, without progress on any
             rank. A number is in seconds. None means the timeout of ``install``, which all other
             waits have.
@@ -99,9 +110,14 @@ def reload(
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
     seconds = seconds_or_none(timeout, "reload(timeout)")
+    attempts = checked_attempts(attempts)
     op = Operation(RELOAD, named_sets(sets, "reload"), seconds)
-    return run(op, partial(restore, how=connect), wait=wait)
+    return run(op, partial(restore, how=connect, attempts=attempts), wait=wait)
 
+
+_PAUSE_S = 0.25
+_LONGEST_S = 8.0
+"""Half of the first pause between two attempts, and the longest one, in seconds."""
 
 _OFFLOADED = (
     ". The groups are still offloaded on all ranks. Remove the cause, then call reload() again on "
@@ -110,15 +126,25 @@ _OFFLOADED = (
 """The state and the remedy after a callback has failed."""
 
 
-def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
+def restore(op: Operation, job: Job, how: Connect | None = None, attempts: int = 1) -> None:
     """The steps of a reload; see :func:`reload`."""
-    if how is None:
-        how = "eager" if op.options.recoverable else "none"
+    how = how or ("eager" if op.options.recoverable else "none")
+    for attempt in range(1, attempts + 1):
+        try:
+            _restore(op, job, how, attempts, first=attempt == 1)
+            return
+        except ReloadpgError as error:
+            if attempt == attempts or op.fails(error, min(_PAUSE_S * 2**attempt, _LONGEST_S)):
+                raise
+
+
+def _restore(op: Operation, job: Job, how: Connect, attempts: int, *, first: bool) -> None:
+    """One attempt."""
     op.enter()
     op.await_unfinished()
-    if op.scope.changes:
+    if op.scope.changes and first:
         op.call(for_sets(callbacks.before_reload, op.scope.sets), _OFFLOADED)
-    if differs := _agree(op, how):
+    if differs := _agree(op, how, attempts):
         reason = f"The ranks disagreed on the state: {differs}."
         op.record.warn(f"all groups were rebuilt. {reason}")
         op.scope.mark_offloaded()
@@ -133,7 +159,7 @@ def restore(op: Operation, job: Job, how: Connect | None = None) -> None:
     strategy.restore(op, job, how)
 
 
-def _agree(op: Operation, how: Connect) -> str:
+def _agree(op: Operation, how: Connect, attempts: int) -> str:
     """Agree with all ranks; return in what they differ if that is the state alone.
 
     A link that was down, or a store that did not respond, can let an operation end differently on
@@ -142,7 +168,7 @@ def _agree(op: Operation, how: Connect) -> str:
     differs = ""
     while True:
         try:
-            op.agree(connect=how)
+            op.agree(connect=how, attempts=str(attempts))
             return differs
         except DisagreementError:
             # The second time, another rank has failed here, and its next reload finds it, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from .job import Job
 from .kinds import Kind
 from .scope import Scope
 from .status import bypassed_groups, dropped_groups, not_reloadable, nothing_released
+
+logger = logging.getLogger("reloadpg")
 
 
 class Record:
@@ -35,6 +38,7 @@ class Record:
         self._spans: list[Span] = []
         self._warnings: list[str] = []
         self._faults: tuple[RankFault, ...] = ()
+        self._retries: list[str] = []
         self._note = ""
         self._before: dict[str, int] = {}
 
@@ -48,6 +52,17 @@ class Record:
     def note(self, text: str) -> None:
         """Record why nothing was done; empty if something was."""
         self._note = text
+
+    def retry(self, reason: str, pause: float) -> None:
+        """Record why an attempt failed on all ranks; the next one follows after a pause."""
+        self._retries.append(reason.splitlines()[0])
+        logger.warning(
+            "%s: attempt %d failed, the next one follows in %.1f s: %s",
+            self._kind.name,
+            len(self._retries),
+            pause,
+            self._retries[-1],
+        )
 
     def blame(self, faults: Iterable[RankFault]) -> None:
         """Record the faults that ranks have reported to a recovery."""
@@ -99,6 +114,7 @@ class Record:
             rank=job.rendezvous.rank,
             world_size=job.rendezvous.size,
             faults=self._faults,
+            retries=tuple(self._retries),
             sets=scope.shown_sets,
         )
 

@@ -7,7 +7,13 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..c10d import stores
-from ..errors import DisagreementError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
+from ..errors import (
+    DisagreementError,
+    PeerFailedError,
+    RebuildError,
+    ReloadpgError,
+    RendezvousTimeoutError,
+)
 from ..texts import named_ranks
 from ..threads import Deadline
 
@@ -55,6 +61,12 @@ class Decision:
     generation: int = 0
     arrived: int = 0
     late: tuple[int, ...] = ()
+
+    @property
+    def is_failed_rebuild(self) -> bool:
+        """Whether a rank could not rebuild a group, and all ranks have responded."""
+        failed = self.kind == "failed" and self.text.startswith(f"{RebuildError.__name__}: ")
+        return failed and not (self.dead or self.missing)
 
     def to_json(self) -> str:
         return json.dumps(astuple(self))
