@@ -45,6 +45,9 @@ GROUPS = {
 }
 """Modules with classes that are groups or backends, or wrap their methods by torch's names."""
 
+MEGATRONS = "integrations/megatron.py"
+"""The module that reads private names of Megatron, DeepEP and TransformerEngine."""
+
 OPERATORS = "testing/standins/kernels.py"
 """The module that uses torch's dispatcher, for the stand-in for CUDA."""
 
@@ -123,6 +126,7 @@ def torch_names() -> list[Use]:
         use
         for module, tree in trees.items()
         for use in uses(module, tree)
+        if module != MEGATRONS
         if (use.name not in ours or use.name in theirs) and use.name not in OTHERS
     ]
 

@@ -111,5 +111,5 @@ def test_what_no_attempt_repairs_is_raised_at_once(rank):
 def test_attempts_are_checked(attempts):
     start()
     for call in (reloadpg.reload, reloadpg.offloaded, colocated):
-        with pytest.raises(InvalidOptionError, match="attempts=.* is not a positive integer"):
+        with pytest.raises(InvalidOptionError, match=r"attempts=.* is not a positive integer"):
             call(attempts=attempts)
