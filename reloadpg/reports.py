@@ -153,8 +153,8 @@ class Report:
         error: the error that the call raised; empty if it raised none.
         started_at: Unix time at the call, in seconds.
         rank, world_size: in the default group, None without one.
-        faults: of ``recover``, the faults that ranks reported, ranks that were late in a group
-            first; equal on all ranks, at most 32. Ranks without a fault are omitted.
+        faults: of ``recover``: the faults that ranks reported, at most 32, equal on all ranks.
+            Ranks that were late in a group come first. Ranks without a fault are omitted.
         sets: the sets that it was called for: ``all``, or their names separated by commas.
         retries: of a reload, why each attempt but the last one failed.
     """

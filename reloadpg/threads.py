@@ -1,8 +1,8 @@
 """Run a blocking call in a separate thread, so that the caller can wait with a timeout.
 
 If a peer has ended, a call that creates or destroys a communicator, or a request to a store, can
-block in C++ indefinitely. The caller must be able to abandon the call, to notice that another rank
-failed, and to handle signals, which Python does not do inside a C++ call in the main thread.
+block in C++ indefinitely. The caller must be able to abandon the call, to notice the failure of
+another rank, and to handle signals. Python handles none inside a C++ call in the main thread.
 
 Every thread of the library is a :class:`LibraryThread`, and follows one rule at the end of the
 process: the exit of the interpreter waits a limited time for it, and starts no further one.

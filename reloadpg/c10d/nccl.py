@@ -1,7 +1,7 @@
 """NCCL and torch's engines for it: locks, variables of the environment, and NCCL's own functions.
 
-The order that all ranks share prevents a deadlock between threads that wait for peers only if a
-thread that waits holds nothing that another thread of its process needs. Otherwise, two ranks whose
+The common order of all ranks prevents a deadlock between threads that wait for peers, provided a
+waiting thread holds nothing that another thread of its process needs. Otherwise, two ranks whose
 threads acquire a lock in different orders wait for each other. Two facts decide whether it holds:
 
 ============ ===================================== =========================================
@@ -131,8 +131,8 @@ def recovery_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], list[
     collective hangs indefinitely unless the program calls ``wait()`` on it.
 
     Returns:
-        Settings that are missing or were set by torchrun by default, and messages about settings
-        that conflict.
+        Settings that are missing or are torchrun's defaults, and messages about conflicting
+        settings.
     """
     missing, obstacles = {}, []
     for name, (value, why) in _RECOVERY_SETTINGS.items():
@@ -173,8 +173,7 @@ def suspend_obstacle(backend: CppBackend) -> str:
 
     ``Backend.suspend`` is in torch 2.12 and later; NCCL has it from 2.29.7 on. With
     ``NCCL_CUMEM_ENABLE=0`` NCCL reports success and releases nothing. Torch expects
-    ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
-    ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
+    ``ncclCommSuspend`` to block. With ``TORCH_NCCL_USE_COMM_NONBLOCKING=1`` it does not.
     """
     suspend = getattr(type(backend), "suspend", None)
     name = backend.name()

@@ -3,8 +3,8 @@
 The check runs when this package is imported, so a torch that lacks a name is refused before
 anything is patched. A name of :data:`OPTIONAL` is used only where torch has it.
 
-Seen on torch 2.8.0, 2.13.0 and 2.15.0. ``tests/c10d/test_needs.py`` fails for a private name that
-the package uses and that is not in the table.
+Seen on torch 2.8.0, 2.13.0 and 2.15.0. ``tests/c10d/test_needs.py`` fails for a private name
+that the package uses and the table lacks.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def unprefixed(store: Store) -> Store:
 def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
     """Return a function that finds the root store of the job for as long as the job lasts.
 
-    Rank 0's client of a TCPStore holds the server, which ends with the default group, so objects
-    that outlive the group must hold neither.
+    Rank 0's client of a TCPStore holds the server, which ends with the default group. Objects that
+    outlive the group must hold neither.
     """
     reference = weakref.ref(world)
 
@@ -67,7 +67,7 @@ def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
 
 
 def fake_store() -> Store:
-    """Return a store that holds nothing, for torch's backend ``fake``, which is then registered."""
+    """Register torch's backend ``fake``, and return a store without contents for it."""
     # On use: it is part of torch's test utilities.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -80,9 +80,9 @@ def clone_store(store: Store, *, again: bool = False) -> Store:
     A blocking wait holds the lock of its client, so each thread needs a separate client.
 
     Args:
-        again: whether the server may have ended since the first connection: torch's attempts to
-            connect to a server that does not listen cannot be ended, also not by the end of the
-            process, which they can make a SIGABRT.
+        again: whether the server may have ended since the first connection. Nothing ends torch's
+            attempts to connect to a server that does not listen; they can make the end of the
+            process a SIGABRT.
 
     Raises:
         ReloadpgError: the class of the store lacks methods.

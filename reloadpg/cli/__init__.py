@@ -1,7 +1,7 @@
 """The command line: ``reloadpg`` and ``python -m reloadpg``. One module per subcommand.
 
-Parsing needs the standard library alone, and a subcommand loads torch only when it runs, so that
-``doctor`` can say what is wrong with an installation in which torch cannot be imported.
+Parsing needs the standard library alone, and a subcommand loads torch only when it runs. So
+``doctor`` can diagnose an installation in which torch cannot be imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device that a process uses, and the backend that serves it."""
+"""The device of a process, and the backend that serves it."""
 
 from __future__ import annotations
 

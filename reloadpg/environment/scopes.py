@@ -1,4 +1,4 @@
-"""The groups that a block has created, and the blocks that this process is in. Imports no torch."""
+"""The groups that a block has created, and the open blocks of this process. Imports no torch."""
 
 from __future__ import annotations
 

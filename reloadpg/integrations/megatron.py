@@ -142,8 +142,8 @@ def follow_expert_parallel(group: ProcessGroup | None = None) -> Callable[[], No
     Local; call it on every member, once the group exists. From then on an offload releases, while
     the group is live: the buffers of DeepEP and HybridEP in ``fused_a2a`` (also in copies of that
     module), the communicator that DeepEP V2 keeps by the group, and NCCL's expert parallelism of
-    TransformerEngine. Megatron creates each again when it next needs it, so connect the group in
-    the reload: ``reload(connect="eager")``. What a version lacks is left out; nothing is imported.
+    TransformerEngine. Megatron creates each again on its next use, so connect the group in the
+    reload: ``reload(connect="eager")``. What a version lacks is left out; nothing is imported.
 
     After :func:`reloadpg.recovery.recover` the buffers are dropped. NCCL's expert parallelism
     cannot be ended then: the recovery raises on its ranks, and the process must be restarted.

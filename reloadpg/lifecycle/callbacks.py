@@ -136,16 +136,16 @@ def on_offload(
     Local. Callbacks run in the order of registration, in the caller's thread (with ``wait=False``,
     in the operation's), on every offload that releases a group: before this rank waits for other
     ranks, so that no rank releases a group before the callbacks of all ranks have returned. If one
-    raises, the offload fails on all ranks before any group is changed. After an offload that failed
-    in this way, or because ranks were missing or differed, ``reload()`` on all ranks calls the
-    :func:`on_reload` callbacks on the ranks that have called their :func:`on_offload` callbacks.
-    Groups that a callback creates are not released by this offload.
+    raises, the offload fails on all ranks before any group is changed. After such a failure, or if
+    ranks were missing or differed, ``reload()`` on all ranks calls the :func:`on_reload` callbacks
+    on each rank whose :func:`on_offload` callbacks have been called. An offload does not release
+    groups that its callbacks create.
 
     With ``group``, the callback frees what belongs to the communicator of that group, such as a
     pointer. It is called as ``callback(group, backend)`` while the group is live. These callbacks
-    run after the others, group by group in an order that all members share, and for one group in
-    the order of registration, which must be the same on its members. So they can run collectives on
-    it. A suspended group keeps its communicator: nothing is called.
+    run after the others, group by group in an order that all members share, so they can run
+    collectives on their group. The callbacks of one group run in the order of registration, which
+    must be the same on its members. A suspended group keeps its communicator: nothing is called.
 
     Args:
         callback: the function to call.

@@ -81,7 +81,7 @@ def sum_ranks(
     """Sum two numbers over the ranks; return the sums and those expected. Collective, blocking.
 
     The first collective of an NCCL communicator connects it. :func:`.destroy.abort_communicator`
-    ends that, also where torch holds the lock that an abort needs.
+    ends the connection, also while torch holds its lock.
 
     Args:
         group: the group.

@@ -103,8 +103,8 @@ def abort(
     another one is stuck, and several aborts in sequence have hung (pytorch#119797, #150690).
 
     If no thread can be started, the next call aborts the recorded communicators. With ``whole``,
-    the backends that stay alive in an offload are aborted too, and groups that the program has shut
-    down or aborted, and not destroyed, are marked as well. Returns the running aborts.
+    backends that stay alive in an offload are aborted too. Groups that the program has shut down or
+    aborted, and not destroyed, are then marked as well. Returns the running aborts.
     """
     for group in groups:
         if group.state is not GroupState.DESTROYED or whole:

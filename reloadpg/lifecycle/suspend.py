@@ -1,10 +1,10 @@
 """The strategy "suspend": communicators are kept, and the backend releases memory.
 
 Suspending is collective over a communicator's members, without a timeout in the backend; an abort
-of the communicator ends the call. A suspend does not release NVLS and NET buffers, the
-accelerator's context, and the communicators that ``ProcessGroupNCCL`` creates for pairs that send
-outside of a batch, which torch neither suspends nor counts. A communicator that was never used has
-nothing to suspend; it only refuses collectives until the reload ("skip").
+of the communicator ends the call. A suspend does not release NVLS and NET buffers and the
+accelerator's context. Torch neither suspends nor counts the communicators that ``ProcessGroupNCCL``
+creates for pairs of ranks outside of a batch. An unused communicator has nothing to suspend; it
+only refuses collectives until the reload ("skip").
 
 Each rank looks for an obstacle before the ranks agree on the operation. One obstacle on any rank,
 for any group, and all ranks recreate all groups of that operation.

@@ -76,8 +76,8 @@ class Workers:
         """Process groups in parallel, in this order, before the next barrier.
 
         Each thread takes the next group that no thread has taken. All ranks share one order, so all
-        members of the first unfinished group of the job are working on it, and no topology can
-        deadlock, provided that a thread that waits for peers holds no lock that another needs
+        members of the first unfinished group of the job are working on it. No topology can
+        deadlock, provided a thread that waits for peers holds no lock of another thread
         (:mod:`reloadpg.c10d.nccl`). The default group is processed alone. Groups that users
         rebuild, and by default groups of a backend whose locks are unknown, are processed one after
         the other.

@@ -148,7 +148,7 @@ class Current(NamedTuple):
         barrier: the barrier at which its ranks meet next.
         recovery: number of the last operation that was requested as a recovery.
         passed: number of the last operation that all ranks have completed.
-        last: the decision of the last barrier, or that which ended the last operation early.
+        last: the decision of the last barrier, or the early end of the last operation.
         spent: what is not deleted yet: an operation, a barrier, and the number of names of keys.
     """
 
@@ -266,7 +266,7 @@ class Rank(_Counted):
         self.place, self.missed = 0, ""
 
     def key(self, name: str, number: int | None = None, barrier: int | None = None) -> str:
-        """A key of an operation: by default of that which this rank has entered."""
+        """A key of an operation: by default the one that this rank has entered."""
         number = self.number if number is None else number
         barrier = self.at.barrier if barrier is None else barrier
         return f"{self.job}/{number}/{name}" + (f"/{barrier}" if name == "go" else "")

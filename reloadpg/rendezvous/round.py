@@ -397,7 +397,7 @@ class Round:
 
     @property
     def phase(self) -> str:
-        """The next barrier, or that at which the operation has ended; empty after the last."""
+        """The next barrier, or the one at which the operation has ended; empty after the last."""
         return self._phases[self._passed] if self._passed < len(self._phases) else ""
 
     def __enter__(self) -> Round:

@@ -102,7 +102,7 @@ def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Check that the test leaves no process group.
 
     Compares the groups in c10d's tables before and after the test. The failure names the test and
-    the groups, which are then destroyed, so that the tests that follow can run. On ranks, it is
+    the groups. The groups are then destroyed for the tests that follow. On ranks, the fixture is
     created in each rank.
     """
     from . import _body

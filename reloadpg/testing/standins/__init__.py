@@ -241,7 +241,7 @@ def communicators() -> int:
 
 
 def left_bytes() -> int:
-    """Device memory that communicators left which ended while they were suspended. Local.
+    """Device memory left by communicators that ended while they were suspended. Local.
 
     NCCL 2.30.7 does not release these 4 MiB of each communicator before the process ends.
     """
@@ -296,8 +296,8 @@ def enabled() -> bool:
 def load() -> None:
     """Load the libraries into this process, so that torch can be imported. Local, idempotent.
 
-    For a process outside of any job that imports torch where NVIDIA's packages, which torch's CUDA
-    build requires, are not installed. It has no devices. Does nothing once torch is imported.
+    For a process outside of any job, where torch's CUDA build is installed without NVIDIA's
+    packages. The process has no devices. Does nothing once torch is imported.
     """
     if "torch" not in sys.modules:
         for path in _libraries():
