@@ -65,7 +65,7 @@ class _Exit:
         self.lock = threading.RLock()  # reentrant: a signal handler may start a thread, too
 
     def begin(self) -> None:
-        """Start no further thread, and wait a limited time for those that run.
+        """Start no further thread, and wait a limited time for running ones.
 
         Called after the exit handlers that were registered later, while threads still run. Before
         Python 3.14, a thread whose C++ call returns after that is unwound, which ends the process

@@ -48,7 +48,7 @@ def name_devices() -> str:
 def of_rank() -> tuple[int, ...]:
     """Indices of this rank's devices, the one to connect on first; empty if none is in use. Local.
 
-    The device that the default group is bound to; else those on which communicators were found
+    The default group's device, if it is bound to one; else the devices with communicators
     (:func:`record`); else, before the first offload, the device with a context on which torch has
     allocated most. The current device of the calling thread decides only between equals.
     """

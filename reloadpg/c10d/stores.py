@@ -105,7 +105,7 @@ def clone_store(store: Store, *, again: bool = False) -> Store:
 
 
 def _lacking(kind: type) -> list[str]:
-    """The methods that a store in Python lacks, of those without which the ranks cannot agree."""
+    """The methods that a store in Python lacks, and that the ranks need to agree."""
     defined = kind.__mro__[: kind.__mro__.index(Store)]
     for base in defined:
         if not any(isinstance(one, FunctionType) for one in vars(base).values()):
@@ -177,13 +177,13 @@ def shut_store_connections(store: Store) -> None:
 def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int) -> list[str]:
     """List the keys that one member of a group has written to connect it, in the root store.
 
-    Torch never deletes them. As each generation has another name, the store would grow.
-    Torch puts the default group's keys under its name, and the keys of all other groups below it.
-    Seen: gloo writes ``0/<rank>`` in the device's prefix on torch 2.8 to 2.15,
-    and a split of it without that prefix (2.15). NCCL, by ``ProcessGroupNCCL.cpp`` of torch 2.8 and
-    later, not seen on a GPU: group rank 0 writes the unique id, one for each 128 ranks in a large
-    group; a pair that sends before any collective has a separate id, ``<lower>:<higher>``.
-    ``ProcessGroupNCCL2`` (2.15, over stand-ins): rank 0 writes ``<name>/nccl_storekey_0``.
+    Torch never deletes them. As each generation has another name, the store would grow. Torch puts
+    the default group's keys under its name, and the keys of all other groups below it. Seen: gloo
+    writes ``0/<rank>`` in the device's prefix on torch 2.8 to 2.15, and a split of it without that
+    prefix (2.15). NCCL, by ``ProcessGroupNCCL.cpp`` of torch 2.8 and later, not seen on a GPU:
+    group rank 0 writes the unique id, one for each 128 ranks in a large group; a pair that sends
+    before any collective has a separate id, ``<lower>:<higher>``. ``ProcessGroupNCCL2`` (2.15, over
+    stand-ins): rank 0 writes ``<name>/nccl_storekey_0``.
     """
     places = {f"{name}//{device}//": backend for device, backend in backends.items()}
     places[f"{name}//"] = "gloo"

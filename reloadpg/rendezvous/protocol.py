@@ -208,7 +208,7 @@ class _Counted:
         process: the line of this process in the list of its host.
 
     Attributes:
-        job: number of the job among those on its store; 0 until it is counted.
+        job: number of the job on its store; 0 until it is counted.
     """
 
     def __init__(self, rank: int, size: int, host: str = "", process: str = "") -> None:
@@ -463,7 +463,7 @@ class Rank(_Counted):
         """
         now, number, timeout = self.at, self.number, decision.kind == "timeout"
         while now.number == number:
-            if timeout:  # those that arrive from now on are missing
+            if timeout:  # ranks that arrive from now on are missing
                 total = _decoded(_number, self.key("count"), (yield Read(self.key("count"))))
                 arrived = self._arrived(total, now)
                 decision = replace(decision, text=self.missed, arrived=arrived)

@@ -43,7 +43,7 @@ LOADING = "RELOADPG_RANK_LOADING"
 GRACE = 1.0
 """Seconds after the first failure for the other ranks to fail by themselves."""
 STACK_LIMIT = 2.0
-"""Seconds for the Python stacks of ranks that hang, and for the exit of those that returned."""
+"""Seconds for the Python stacks of ranks that hang, and for the exit of ranks that returned."""
 KILL_LIMIT = 10.0
 """Seconds to wait for killed processes; only uninterruptible I/O takes that long."""
 
