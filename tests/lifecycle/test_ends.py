@@ -29,10 +29,11 @@ if INSTALLED:
     reloadpg.install(backends={BACKEND}, timeout=timedelta(seconds=SECONDS))
 dist.init_process_group(BACKEND if INSTALLED else "gloo", rank=rank, world_size=size)
 group = dist.new_group([0, 1])
-def meet():  # on the store: a rank that ends while the other one still connects makes that fail
+def meet(where="connected"):
+    # On the store: a rank that ends while the other one still connects makes that fail.
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"connected/{rank}", "1")
-    store.wait([f"connected/{other}" for other in range(size)])
+    store.set(f"{where}/{rank}", "1")
+    store.wait([f"{where}/{other}" for other in range(size)])
 meet()
 def block():
     return reloadpg.offloaded() if INSTALLED else nullcontext()
@@ -183,7 +184,8 @@ def test_a_process_ends_within_an_operation(
     run: Run, without: Callable[[str], Ended], way: str
 ) -> None:
     """In a callback of an offload, on all ranks; the exit code is that of the program."""
-    ended = run(f"    {WAYS[way]}\nreloadpg.on_offload(end)\nreloadpg.offload()")
+    meet = "reloadpg.on_offload(lambda: meet('within'))"  # none is late, and only hears of it
+    ended = run(f"    {WAYS[way]}\n{meet}\nreloadpg.on_offload(end)\nreloadpg.offload()")
     assert ended.codes == without(way).codes, ended
 
 

@@ -144,6 +144,9 @@ SCENARIOS: dict[str, Scenario] = {
     "three ranks, fewer jobs and a timeout": Scenario(
         (SHORT,) * 3, 1, ("timeout",), (0, 1), OUTCOMES, jobs=(1, 0, 1), polls=True
     ),
+    "a recovery that is left without an end": Scenario(
+        (("recover", "end"),) * 2, 2, ("lost",), (1,), "failed disagree recover"
+    ),
 }
 
 LARGE = {
@@ -166,7 +169,7 @@ LARGE = {
 QUICK = [name for name in SCENARIOS if name not in LARGE and name != "three ranks, any fault"]
 """The other ones, which must find each change of the protocol."""
 
-MOST = 100_000
+MOST = 150_000
 """No scenario that must find changes has so many worlds. A changed protocol can have more."""
 
 
