@@ -199,7 +199,8 @@ def test_a_block_that_was_interrupted_in_its_reload_has_ended(rank):
     """The next block is an outermost one, and reloads what the interrupted one left offloaded."""
     start()
     keep = devices.empty_cache
-    with pytest.raises(KeyboardInterrupt), colocated():
+    # A rank can hear of the other one's interrupt before its own.
+    with pytest.raises((KeyboardInterrupt, ColocationError)), colocated():
         devices.empty_cache = _raising(KeyboardInterrupt())
     devices.empty_cache = keep
     with reloadpg.offloaded():
