@@ -62,8 +62,8 @@ def offload(
 
     Raises:
         NotInstalledError: ``install`` was not called.
-        InvalidOptionError: a set is not a name, or no rank has a group of it and a set has a
-            similar name; nothing was changed.
+        InvalidOptionError: ``install`` declares no such set, or ``timeout`` cannot be used; nothing
+            was changed.
         DisagreementError: the calls of the ranks differ; nothing was changed.
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.

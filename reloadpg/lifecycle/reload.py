@@ -105,7 +105,8 @@ def reload(
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         InsufficientMemoryError: not enough memory here to resume suspended communicators; nothing
             was changed on any rank.
-        InvalidOptionError: an argument cannot be used; nothing was changed.
+        InvalidOptionError: ``install`` declares no such set, or another argument cannot be used;
+            nothing was changed.
     """
     validate(connect)
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
