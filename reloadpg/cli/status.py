@@ -257,6 +257,11 @@ class JobView:
         if ranks := [one.rank for one in self.ranks if "failed" in state_of(one)]:
             remedy = "fix the cause, then call reload() on all ranks"
             yield Finding("failed", "problem", _ranks(ranks), remedy)
+        if holding := [one for one in self.ranks if one.alone]:
+            groups = counted(sum(one.alone for one in holding), "bypassed group")
+            what = f"{_ranks(map(_rank, holding))}: {groups} of one rank with a communicator"
+            remedy = "install(min_size=1) on all ranks makes such groups reloadable"
+            yield Finding("one rank", "warning", what, remedy)
 
     def _of_absent(self) -> Iterator[Finding]:
         """Findings about ranks that have ended, or that do not update their record."""

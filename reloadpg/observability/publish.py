@@ -142,6 +142,7 @@ class Publisher:
             generation=status.generation,
             groups=len(status.groups),
             memory_bytes=status.memory_bytes,
+            alone=sum(group.holds for group in status.bypassed_groups),
             error=next((text.strip().partition("\n")[0] for text in errors if text.strip()), ""),
             timeout_s=status.options.get("timeout_s"),
             last_ms=self._last_ms.copy(),

@@ -32,6 +32,7 @@ class RankRecord:
         time: Unix time of the update, in seconds.
         groups: number of its reloadable groups.
         memory_bytes: bytes that its communicators report; None if none reports.
+        alone: number of its bypassed groups of one rank with a communicator.
         error: the last error, in one line; empty if there was none.
         timeout_s: the ``timeout`` of ``install``; None if not installed.
         last_ms: wall time of its last operation of each kind.
@@ -51,6 +52,7 @@ class RankRecord:
     generation: int = 0
     groups: int = 0
     memory_bytes: int | None = None
+    alone: int = 0
     error: str = ""
     timeout_s: float | None = None
     last_ms: Mapping[str, float] = field(default_factory=dict)

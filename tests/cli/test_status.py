@@ -108,6 +108,15 @@ def test_a_job_without_problems_has_a_short_page():
     assert job.ok
 
 
+def test_bypassed_groups_of_one_rank_with_a_communicator_are_counted():
+    """They are no problem: the job runs, and an offload leaves their memory."""
+    job = view(read(0, 3, alone=2), read(1, 3), read(2, 3, alone=1))
+    expected = "ranks 0, 2: 3 bypassed groups of one rank with a communicator"
+    assert messages(job) == {"one rank": expected}
+    assert "install(min_size=1)" in page(job)
+    assert job.ok
+
+
 # -- an operation in progress --------------------------------------------------------------------
 
 

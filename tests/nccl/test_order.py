@@ -2,7 +2,7 @@
 
 ``ncclCommDestroy`` of a connected communicator returns when its peers on the node have closed it
 too (failure 34). An engine that holds one lock for several communicators then lets two ranks wait
-for each other if their threads acquire it in different orders (:mod:`reloadpg.c10d.locks`).
+for each other if their threads acquire it in different orders (:mod:`reloadpg.c10d.nccl`).
 """
 
 from __future__ import annotations

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.fault_job import eventually
 from helpers.nccl_job import held, left_over, on_engines, start, summed, used
 
 import reloadpg
 from reloadpg.cli.doctor import diagnose
+from reloadpg.observability.publish import Publisher
+from reloadpg.observability.record import decoded
 from reloadpg.testing import standins
 
 pytestmark = [
@@ -32,9 +37,9 @@ def warnings_of_one_rank(report: reloadpg.Report) -> list[str]:
 @bound_or_not
 @on_engines(2)
 def test_bypassed_groups_of_one_rank_with_a_communicator_are_warned_of_once(
-    engine: str, bound: bool, rank: int
+    engine: str, bound: bool, rank: int, tmp_path: Path
 ) -> None:
-    """The looks at them create no communicator; status and doctor say the same."""
+    """The looks at them create no communicator; status, its file and doctor say the same."""
     start(rank, bound=bound)
     groups = alone(rank, 3)
     assert summed(None, rank) == 3.0
@@ -58,6 +63,12 @@ def test_bypassed_groups_of_one_rank_with_a_communicator_are_warned_of_once(
     assert (" MiB, first group" in text) is reports_memory
     (finding,) = [one for one in diagnose() if one.check == "groups"]
     assert (finding.level, finding.message) == ("warning", text.partition("; ")[0])
+    publisher = Publisher(tmp_path)
+    publisher.start()
+    file = tmp_path / f"rank-{rank}.json"
+    assert eventually(file.is_file)
+    publisher.stop()
+    assert decoded(file.read_text()).alone == number
     assert standins.communicators() == before
 
 
