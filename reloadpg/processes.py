@@ -46,6 +46,38 @@ def start_of(pid: int) -> str:
     return ""
 
 
+def forked_holders() -> str:
+    """Say which children of this process were forked with its TCP connections; empty without any.
+
+    Local; Linux only. A child that has executed another program does not hold them.
+    """
+    with suppress(OSError):
+        own = Path("/proc/self")
+        tables = [(own / "net" / name).read_text() for name in ("tcp", "tcp6")]
+        inodes = {row.split()[9] for table in tables for row in table.splitlines()[1:]}
+        held = _sockets(own) & inodes
+        lists = [(task / "children").read_text() for task in (own / "task").iterdir()]
+        children = sorted(map(int, " ".join(lists).split()))
+        if holders := [str(pid) for pid in children if held & _sockets(Path(f"/proc/{pid}"))]:
+            return (
+                f"Processes that this one has forked hold copies of its connections (pid "
+                f"{', '.join(holders)}), such as the workers of a DataLoader. So a peer in a "
+                f"collective of gloo waits until they end, or for the timeout of the group. Start "
+                f"them with spawn or forkserver, or before the groups."
+            )
+    return ""
+
+
+def _sockets(process: Path) -> set[str]:
+    """The inodes of the sockets that a process has open; empty if it has ended."""
+    found = set()
+    with suppress(OSError):
+        for descriptor in os.scandir(process / "fd"):
+            with suppress(OSError):
+                found.add(os.readlink(descriptor.path))
+    return {name[8:-1] for name in found if name.startswith("socket:[")}
+
+
 class Peers:
     """The processes of the other ranks on this host.
 

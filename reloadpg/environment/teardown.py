@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import PeerFailedError, ReloadpgError
+from ..processes import forked_holders
 from ..settings import as_timedelta
 from .launchers import is_initialized
 from .network import restore_interfaces
@@ -140,9 +141,10 @@ def _abandon(
     # Log first, before anything that can block. The traceback is printed where the error is caught.
     frames = traceback.extract_tb(error.__traceback__)
     logging.getLogger(__name__).error(
-        "rank %d of %d failed, and its process groups are aborted: %s%s",
+        "rank %d of %d failed, and its process groups are aborted: %s%s%s",
         *(rank, size, "".join(traceback.format_exception_only(error)).strip()),
         "".join(f" ({one.name}, {one.filename}:{one.lineno})" for one in frames[-1:]),
+        f"\n{holders}" if (holders := forked_holders()) else "",
     )
     _attempt("the other ranks could not be notified", partial(_tell_peers, error, tell))
     _attempt("the coalescing of a group could not be ended", partial(_close_coalescing, groups))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..c10d import backends, tables
-from ..errors import PeerFailedError
+from ..errors import PeerFailedError, RendezvousTimeoutError
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
@@ -34,6 +34,7 @@ from ..lifecycle.kinds import RECOVER
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import run
 from ..lifecycle.recreate import restore
+from ..processes import forked_holders
 from ..reports import RankFault, Report
 from ..settings import seconds_or_none
 from ..threads import Deadline
@@ -141,7 +142,7 @@ def _recover(
         timeout = op.options.timeout.total_seconds()
         seconds = max([timeout, *map(_longest_wait, op.groups)])
     was_offloaded = job.offloaded
-    waited = Deadline("recover", seconds)
+    waited, holders = Deadline("recover", seconds), forked_holders()
     try:  # request first: collectives that fail because of the aborts then find the request
         with op.step("wait.flag"):
             op.enter(reason=str(fault))
@@ -153,6 +154,10 @@ def _recover(
             op.await_unfinished()
             agreed = json.loads(op.agree(report, _summary, left))
             break
+        except RendezvousTimeoutError as error:
+            if holders:
+                error.args = (f"{error}\n{holders}", *error.args[1:])
+            raise
         except PeerFailedError:
             if op.round.decision is None or op.round.decision.kind != "recover":
                 raise
