@@ -30,6 +30,7 @@ from _output import command_line, installed, machine, write_json
 
 import reloadpg
 from reloadpg.testing import run_ranks, standins
+from reloadpg.testing.faults import Fault, inject
 from reloadpg.texts import table
 
 ENGINES: Mapping[str, Mapping[str, str]] = {
@@ -49,7 +50,7 @@ def rank_of_job(
     """Run one rank: by step, the times (ours, torch's) of each cycle in milliseconds."""
     torch.cuda.set_device(rank)
     for call in SLOW if rank == 0 and call_ms else ():
-        standins.inject(standins.Fault("delay", call, seconds=call_ms / 1e3))  # type: ignore[arg-type]
+        inject(Fault("nccl", "stall", operation=call, times=None, seconds=call_ms / 1e3))
     with installed(exclude=[BY_HAND], world=False):
         dist.init_process_group("nccl")
         everyone = list(range(size))

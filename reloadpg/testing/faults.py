@@ -1,12 +1,14 @@
-"""Faults that a test injects into this process: where, when, and what happens.
+"""Faults that a test injects: where, when, and what happens.
 
 ::
 
     with inject(Fault("barrier", operation="reload.enter", rank=1)):
         reloadpg.reload()  # rank 1 raises before it arrives
 
-Faults at barriers happen on all backends. Those of groups happen on the groups of a test backend:
-of the simulated accelerator (:mod:`reloadpg.testing.simulated`), or one that calls :func:`check`.
+These are the faults of all parts of :mod:`reloadpg.testing`. Faults at barriers happen on all
+backends. Those of groups happen on the groups of a test backend: of the simulated accelerator
+(:mod:`reloadpg.testing.simulated`), or one that calls :func:`check`. Those of NCCL need the
+stand-ins (:mod:`reloadpg.testing.standins`).
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
-
-from reloadpg.rendezvous.round import barrier_hooks
 
 __all__ = [
     "Fault",
@@ -29,9 +29,23 @@ __all__ = [
     "inject",
 ]
 
-FaultPoint = Literal["create", "connect", "release", "collective", "barrier"]
-FaultAction = Literal["raise", "stall", "call"]
+FaultPoint = Literal["create", "connect", "release", "collective", "barrier", "nccl"]
+FaultAction = Literal["raise", "stall", "call", "async"]
 FaultMoment = Literal["before", "waiting", "after"]
+NcclCall = Literal[
+    "init",
+    "split",
+    "collective",
+    "send",
+    "recv",
+    "finalize",
+    "destroy",
+    "abort",
+    "suspend",
+    "resume",
+    "copy",
+    "monitor",
+]
 
 
 class InjectedFaultError(RuntimeError):
@@ -45,20 +59,29 @@ class Fault:
     Attributes:
         at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
             (``shutdown`` or ``abort``), ``collective`` (the start of an operation). On any
-            backend: ``barrier`` (of an offload, a reload or a recovery).
+            backend: ``barrier`` (of an offload, a reload or a recovery). ``nccl``: a call of NCCL,
+            in all processes of this process's job of the stand-ins.
         action: ``raise`` an ``InjectedFaultError``; ``stall`` the calling thread until the
             fault is cleared or ``seconds`` have passed, then continue; ``call`` a function.
+            A call of NCCL that raises returns ``ncclRemoteError``. An abort of the communicator
+            ends a stall. ``async``: the call succeeds, and the communicator has this asynchronous
+            error; its operations then wait until it is aborted.
         group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
             is every later generation of group ``1``). A group has no description at ``create``.
         operation: only this method of the group (``allreduce``, ``shutdown``, ``abort``), or
-            this barrier (``offload.enter``, ``offload.released``, ``reload.done``).
+            this barrier (``offload.enter``, ``offload.released``, ``reload.done``). For ``nccl``
+            it is required: the call. ``copy`` is the work of a suspend or resume, once all members
+            have called it: an abort does not end it. ``monitor`` is not NCCL's: the thread with
+            which torch monitors the watchdog of a group does not run for ``seconds``, before it
+            waits.
         rank: only in the process of this global rank.
-        nth: the first matching event that fails, counted from 1 since the injection.
+        nth: the first matching event that fails, counted from 1 since the injection, in each
+            process.
         times: number of matching events that fail, from the ``nth`` on; None for all.
         moment: ``before`` the step, which is then not done, or ``after`` it. A group that fails
-            after ``create`` is released. A collective has no ``after``. A rank is ``before`` a
-            barrier until it arrives; ``waiting`` for other ranks when it has been counted;
-            ``after`` it has read the decision.
+            after ``create`` is released. A collective and a call of NCCL have no ``after``. A rank
+            is ``before`` a barrier until it arrives; ``waiting`` for other ranks when it has been
+            counted; ``after`` it has read the decision.
         seconds: maximum duration of ``stall``; None stalls until it is cleared.
         message: text of the error.
         call: for ``call``: called in the thread of the event, with what the backend knows of the
@@ -80,6 +103,8 @@ class Fault:
 
     def __post_init__(self) -> None:
         allowed = {"at": FaultPoint, "action": FaultAction, "moment": FaultMoment}
+        if self.at == "nccl":
+            allowed["operation"] = NcclCall
         for name, values in allowed.items():
             value = getattr(self, name)
             if value not in get_args(values):
@@ -88,20 +113,29 @@ class Fault:
                 )
         if (self.action == "call") is not callable(self.call):
             raise ValueError("Fault: the action call and the function call go together")
+        if self.nth < 1 or (self.times or 1) < 1 or (self.seconds or 0) < 0:
+            raise ValueError(f"{self}: nth and times start at 1, seconds at 0")
+        if self.at == "nccl":
+            if (self.group, self.moment, self.message, self.call) != (None, "before", "", None):
+                raise ValueError(f"{self}: no group, moment, message or function at nccl")
+            if self.operation == "monitor" and (self.action != "stall" or self.seconds is None):
+                raise ValueError(f"{self}: operation='monitor' needs action='stall' and seconds")
+        elif self.action == "async":
+            raise ValueError(f"{self}: only a call of NCCL has an asynchronous error")
 
 
 class InjectedFault:
-    """Handle of one injected fault; as a context manager it removes it at the end.
-
-    Attributes:
-        fault: the injected fault.
-        fired: number of failed events so far.
-    """
+    """Handle of one injected fault; as a context manager it removes it at the end."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
-        self.fired = self._seen = 0
+        self._fired = self._seen = 0
         self._has_fired, self._cleared = threading.Event(), threading.Event()
+
+    @property
+    def fired(self) -> int:
+        """Number of failed events so far. A stall counts when it starts."""
+        return self._fired
 
     def clear(self) -> None:
         """Remove the fault; stalled threads continue. Idempotent."""
@@ -125,7 +159,7 @@ class InjectedFault:
         last = None if self.fault.times is None else self.fault.nth + self.fault.times - 1
         if self._seen < self.fault.nth or (last is not None and self._seen > last):
             return False
-        self.fired += 1
+        self._fired += 1
         return True
 
     def act(self, where: str, info: object) -> None:
@@ -145,23 +179,40 @@ _lock = threading.RLock()
 
 
 def inject(fault: Fault) -> InjectedFault:
-    """Inject a fault into this process. Local.
+    """Inject a fault into this process, or into calls of NCCL of this process's job. Local.
 
     Returns:
         A handle that counts and clears the fault; also a context manager.
+
+    Raises:
+        StandinsError: a fault of NCCL, and this process belongs to no job of the stand-ins.
     """
-    if fault.at == "barrier" and _at_barrier not in barrier_hooks:
-        barrier_hooks.append(_at_barrier)
-    handle = InjectedFault(fault)
+    if fault.at == "nccl":
+        from reloadpg.testing.standins import FaultOfNccl
+
+        handle: InjectedFault = FaultOfNccl(fault)
+    else:
+        handle = InjectedFault(fault)
+    if fault.at == "barrier":
+        from reloadpg.rendezvous.round import barrier_hooks
+
+        if _at_barrier not in barrier_hooks:
+            barrier_hooks.append(_at_barrier)
     with _lock:
         _injected.append(handle)
     return handle
 
 
 def clear_faults() -> None:
-    """Remove all faults; stalled threads continue. Local, idempotent."""
+    """Remove all faults of this process, and those of NCCL of its job. Local, idempotent.
+
+    Stalled threads continue.
+    """
+    from reloadpg.testing.standins import clear_faults_of_nccl
+
     for handle in list(_injected):
         handle.clear()
+    clear_faults_of_nccl()
 
 
 def check(

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ from helpers.programs import (
 from helpers.repeating import repeat
 from helpers.watched_store import WatchedStore
 from reloadpg.environment import process_group_scope
-from reloadpg.testing import run_ranks, standins
+from reloadpg.testing import faults, run_ranks, standins
 
 LIMIT = timedelta(seconds=60)
 """The timeout of collectives."""
@@ -442,7 +441,7 @@ class Player:
                 return sums()
             finally:  # a call that hangs holds its rank: the others have seen it by now
                 if attempt > 1 or reloadpg.recovery.recovery_requested():
-                    standins.clear_faults()
+                    faults.clear_faults()
 
         def recover() -> None:
             self._set_timeouts(LIMIT)  # those of the first attempt are short
@@ -543,14 +542,15 @@ class Player:
         elif fault.in_nccl:
             if self.rank == 0:
                 for rank in fault.ranks:
-                    standins.inject(
-                        standins.Fault(
-                            fault.kind,  # type: ignore[arg-type]
-                            fault.point,  # type: ignore[arg-type]
+                    faults.inject(
+                        faults.Fault(
+                            "nccl",
+                            {"fail": "raise", "async": "async"}.get(fault.kind, "stall"),  # type: ignore[arg-type]
+                            operation=fault.point,
                             rank=rank,
-                            skip=fault.skip,
+                            nth=fault.skip + 1,
                             times=None if fault.kind == "hang" else 1,
-                            seconds=1.0 if fault.kind == "delay" else 0.0,
+                            seconds=1.0 if fault.kind == "delay" else None,
                         )
                     )
         elif step.do != "use":
@@ -595,8 +595,6 @@ class Player:
                 store.set(place, "1")
         self.share()
         stop_interfering()
-        if fault.in_nccl:
-            standins.clear_faults()
         self.share()
 
 
@@ -638,15 +636,12 @@ def _check_others(step: Step, fault: Fault, seen: Seen) -> None:
 
 def arm(fault: Fault) -> None:
     """Kill or stop this process when it next makes a call of NCCL."""
-    standins.inject(standins.Fault("hang", fault.point, rank=fault.ranks[0], times=1))  # type: ignore[arg-type]
-    log, text = Path(os.environ["RELOADPG_STANDIN_LOG"]), f"fault: hang in {fault.point}"
-    begun = log.read_text().count(text)
+    stall = faults.inject(faults.Fault("nccl", "stall", operation=fault.point, rank=fault.ranks[0]))
 
     def watch() -> None:
-        while log.read_text().count(text) == begun:
-            time.sleep(0.01)
+        assert stall.wait_fired(FAR)
         os.kill(os.getpid(), signal.SIGKILL if fault.kind == "die" else signal.SIGSTOP)
-        standins.clear_faults()
+        stall.clear()
 
     threading.Thread(target=watch, daemon=True, name="reloadpg test").start()
 

@@ -9,6 +9,7 @@ from helpers.nccl_job import held, left_over, on_engines, start, summed
 
 import reloadpg
 from reloadpg.testing import standins
+from reloadpg.testing.faults import Fault, clear_faults, inject
 
 pytestmark = [
     pytest.mark.standins,
@@ -33,9 +34,9 @@ def test_a_reload_tries_again_after_a_call_of_nccl_has_failed(
     live = held()
     reloadpg.offload()
     if rank == 1:
-        standins.inject(standins.Fault("fail", call, rank=1, times=2))
+        inject(Fault("nccl", operation=call, rank=1, times=2))
     report = reloadpg.reload(connect="eager", attempts=4)
-    standins.clear_faults()
+    clear_faults()
     assert 1 <= len(report.retries) <= 3
     assert "RebuildError: reload failed at" in report.retries[0]
     assert [summed(None, rank), summed(group, rank)] == [3.0, 3.0]

@@ -36,7 +36,7 @@ from helpers.nccl_job import (
 import reloadpg
 from reloadpg.c10d import backends, nccl
 from reloadpg.testing import standins
-from reloadpg.testing.standins import Fault
+from reloadpg.testing.faults import Fault, inject
 
 pytestmark = [
     pytest.mark.standins,
@@ -79,7 +79,7 @@ def test_the_lock_of_each_engine(engine: str, reloaded: bool, bound: bool, rank:
     device = torch.device("cuda", rank)
     backend = type(second._get_backend(device)).__name__  # type: ignore[attr-defined]
     shares = not reloaded and backend in nccl.SHARES_LOCK
-    with standins.inject(Fault("hang", "destroy", times=1)):
+    with inject(Fault("nccl", "stall", operation="destroy")):
         destroy = Running(first._managed.communicator.shutdown)  # type: ignore[attr-defined]
         assert destroy.is_blocked
         other = Running(lambda: second.allreduce([torch.ones(1, device=device)]))
@@ -96,8 +96,8 @@ def test_releases_run_in_parallel(rank: int) -> None:
     for group in [dist.new_group([0, 1]) for _ in range(4)]:
         assert summed(group, rank) == 3.0
     assert summed(None, rank) == 3.0
-    fault = Fault("hang", "destroy", rank=0, times=1)
-    with standins.inject(fault) if rank == 0 else nullcontext():  # rank 1 waits there for rank 0
+    fault = Fault("nccl", "stall", operation="destroy", rank=0)
+    with inject(fault) if rank == 0 else nullcontext():  # rank 1 waits there for rank 0
         pending = reloadpg.offload(wait=False)
         assert eventually(lambda: standins.communicators() <= 2)  # it, and WORLD, which is last
     pending.result()
@@ -171,7 +171,8 @@ def test_a_release_waits_for_no_thread_of_torch(engine: str, bound: bool, rank: 
     group = dist.new_group([0, 1])
     assert summed(None, rank) == summed(group, rank) == 3.0
     reloadpg.offload()
-    with standins.inject(Fault("delay", "monitor", seconds=DELAY_S)):
+    delay = Fault("nccl", "stall", operation="monitor", times=None, seconds=DELAY_S)
+    with inject(delay):
         reloadpg.reload()
         reloadpg.recovery.recover("a test")
         reloadpg.offload()

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
 from reloadpg.testing import standins
-from reloadpg.testing.standins import Fault
+from reloadpg.testing.faults import Fault, inject
 
 pytestmark = [
     pytest.mark.standins,
@@ -164,7 +164,7 @@ def test_a_batch_that_fails_does_not_stop_later_collectives(engine: str, rank: i
 
     dist.distributed_c10d._set_pg_timeout(SHORT, group)
     if rank == 1:
-        standins.inject(Fault("fail", "send", rank=1, times=1))
+        inject(Fault("nccl", operation="send", rank=1))
     assert attempt(exchanged).kind or rank == 0
     # The rebuilt group has the timeout of the failed one, and connects.
     dist.distributed_c10d._set_pg_timeout(LIMIT, group)
@@ -184,7 +184,7 @@ def test_a_reload_after_a_failed_recovery_rebuilds_all_backends_of_mixed_groups(
     group: Any = dist.new_group([0, 1])
     summed(group, rank)
     if rank == 0:
-        standins.inject(Fault("fail", "init", rank=0, times=1))
+        inject(Fault("nccl", operation="init", rank=0))
     with pytest.raises(reloadpg.ReloadpgError):
         reloadpg.recovery.recover("a test")
     reloadpg.reload()

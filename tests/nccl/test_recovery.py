@@ -16,7 +16,7 @@ from helpers.nccl_job import summed as summed_ranks
 import reloadpg
 from reloadpg.environment import init_distributed
 from reloadpg.testing import standins
-from reloadpg.testing.standins import Fault
+from reloadpg.testing.faults import Fault, FaultAction, inject
 
 pytestmark = [
     pytest.mark.standins,
@@ -74,7 +74,7 @@ def connections_fail(
     rank: int,
     faults: list[tuple[int, int]],
     size: int = 2,
-    action: standins.Action = "fail",
+    action: FaultAction = "raise",
     limit: timedelta = LIMIT,
 ) -> None:
     """A rank fails in the connection of a group; the next call of all ranks repairs that."""
@@ -97,8 +97,8 @@ def connections_fail(
         if how == "reload":
             reloadpg.offload()
         if rank == victim:
-            skip = range(len(mine))[group]
-            standins.inject(Fault(action, "collective", rank=rank, skip=skip, times=1))
+            nth = range(len(mine))[group] + 1
+            inject(Fault("nccl", action, operation="collective", rank=rank, nth=nth))
         assert attempt(call).kind in ERRORS
         call()
         assert sums_right()
@@ -127,14 +127,14 @@ def test_a_failed_connection_is_repaired_in_overlapping_groups(
 @on_engines(2, RELOADPG_STANDIN_CONNECT="1")
 def test_a_connection_that_hangs_on_one_rank_is_repaired(engine: str, how: str, rank: int) -> None:
     """The operation reaches its timeout (failure 47)."""
-    connections_fail(how, rank, EACH[:1], action="hang", limit=SHORT)
+    connections_fail(how, rank, EACH[:1], action="stall", limit=SHORT)
 
 
 @on_engines(2, RELOADPG_STANDIN_CONNECT="1")
 def test_a_connection_that_fails_in_the_bring_up(engine: str, rank: int) -> None:
     """It raises on all ranks, and leaves no group and no communicator (failure 47)."""
     if rank == 1:
-        standins.inject(Fault("fail", "collective", rank=1, times=1))
+        inject(Fault("nccl", operation="collective", rank=1))
     error = reloadpg.ReloadpgError if rank == 1 else reloadpg.PeerFailedError
     with pytest.raises(error):
         init_distributed("nccl", connect="eager")

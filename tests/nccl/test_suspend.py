@@ -6,20 +6,20 @@ import os
 import signal
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import worlds
-from helpers.fault_job import TRIANGLE, Job, attempt, eventually, reasons, strategies
+from helpers.fault_job import PATIENCE, TRIANGLE, Job, attempt, reasons, strategies
 from helpers.nccl_job import CAN_SUSPEND, MIB, on_engines
 
 import reloadpg
 from reloadpg.c10d import backends as c10d_backends
 from reloadpg.c10d import memory, nccl
 from reloadpg.testing import standins
+from reloadpg.testing.faults import Fault, InjectedFault, inject
 
 pytestmark = [
     pytest.mark.standins,
@@ -46,12 +46,16 @@ def held() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-def log(rank: int) -> Path:
-    """The log of this rank's calls of NCCL from now on."""
-    path = Path(f"{os.environ['TMPDIR']}/nccl.{rank}")
-    os.environ["RELOADPG_STANDIN_LOG"] = str(path)
-    path.touch()
-    return path
+def interrupt_within(call: str) -> InjectedFault:
+    """Interrupt the faulty rank within its next call of this kind, which stalls until then."""
+    stall = inject(Fault("nccl", "stall", operation=call, rank=FAULTY))
+
+    def interrupt() -> None:
+        assert stall.wait_fired(PATIENCE.total_seconds())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    return stall
 
 
 @pytest.mark.parametrize("strategy", ["suspend", "recreate"])
@@ -177,10 +181,10 @@ def test_no_rank_resumes_before_all_have_enough_memory(engine: str, rank: int) -
 def test_a_suspend_that_gave_back_too_little_is_the_last_one(engine: str, rank: int) -> None:
     """The report of the first offload says so, with the reason; one rank decides for all."""
     job = start(subgroups=NESTED)
-    calls, total = log(rank), held()
-    copy = standins.inject(standins.Fault("hang", "copy", rank=rank))
+    total = held()
+    copy = inject(Fault("nccl", "stall", operation="copy", rank=rank, times=None))
     pending = reloadpg.offload(wait=False)
-    assert eventually(lambda: "hang in copy" in calls.read_text())
+    assert copy.wait_fired(PATIENCE.total_seconds())
     taken = torch.empty(total if rank == 0 else 1, dtype=torch.uint8).cuda()  # by another program
     copy.clear()
     first = pending.result()
@@ -239,7 +243,7 @@ def test_the_job_recreates_after_a_failure(engine: str, rank: int, at: str) -> N
     if rank == FAULTY and at == "no memory":
         memory.free_bytes = take_memory  # type: ignore[assignment]
     elif rank == FAULTY:
-        standins.inject(standins.Fault("fail", at, rank=FAULTY, times=1))  # type: ignore[arg-type]
+        inject(Fault("nccl", operation=at, rank=FAULTY))
     with pytest.raises(reloadpg.ReloadpgError):
         (reloadpg.offload if at == "suspend" else reloadpg.reload)()
     assert job.states() == {"failed"}
@@ -260,17 +264,9 @@ def test_the_job_recreates_after_a_failure(engine: str, rank: int, at: str) -> N
 @on_three()
 def test_an_interrupt_within_a_suspend(engine: str, rank: int) -> None:
     """It is raised on that rank, and all others are notified; the next reload works."""
-    calls = log(rank)
     job = start()
-    fault = standins.Fault("hang", "suspend", rank=FAULTY, times=1)
-
-    def interrupt() -> None:
-        assert eventually(lambda: "fault: hang in suspend" in calls.read_text())
-        os.kill(os.getpid(), signal.SIGINT)
-
     if rank == FAULTY:
-        standins.inject(fault)
-        threading.Thread(target=interrupt, daemon=True).start()
+        interrupt_within("suspend")
     seen = attempt(reloadpg.offload)
     assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
     assert job.states() == {"failed"}
@@ -287,19 +283,11 @@ def test_an_abort_waits_for_the_copies_of_a_suspend_or_resume(
 
     The stand-in records that, which fails this test.
     """
-    calls = log(rank)
     job = start()
     if operation == "reload":
         reloadpg.offload()
-    fault = standins.Fault("hang", "copy", rank=FAULTY, times=1)
-
-    def interrupt() -> None:
-        assert eventually(lambda: "fault: hang in copy" in calls.read_text())
-        os.kill(os.getpid(), signal.SIGINT)
-
     if rank == FAULTY:
-        copy = standins.inject(fault)
-        threading.Thread(target=interrupt, daemon=True).start()
+        copy = interrupt_within("copy")
     seen = attempt(getattr(reloadpg, operation))
     assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
     assert job.states() == {"failed"}

@@ -287,6 +287,13 @@ def test_a_fault_can_be_at_a_barrier(rank: int) -> None:
         {"at": "create", "moment": "during"},
         {"at": "create", "action": "call"},
         {"at": "create", "call": print},
+        {"at": "create", "action": "async"},
+        {"at": "create", "nth": 0},
+        {"at": "nccl"},
+        {"at": "nccl", "operation": "allreduce"},
+        {"at": "nccl", "operation": "init", "moment": "after"},
+        {"at": "nccl", "operation": "monitor", "action": "stall"},  # a wait of torch, which can
+        {"at": "nccl", "operation": "monitor", "seconds": 1.0},  # only take longer
     ],
 )
 def test_an_invalid_fault_raises(arguments: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from helpers.nccl_job import ENGINES, engine_variables, on_engines, on_ranks
 
-from reloadpg.testing import run_ranks, standins
+from reloadpg.testing import run_ranks
+from reloadpg.testing.faults import Fault, inject
 
 CUDA_BUILD = torch.version.cuda is not None
 pytestmark = [
@@ -240,7 +241,7 @@ def faulty(rank: int, n: int, call: str) -> tuple[str, int]:
         store.wait(["seen"])
         os._exit(0)
     message = ""
-    with standins.inject(standins.Fault("fail", call, rank=0, times=1)):  # type: ignore[arg-type]
+    with inject(Fault("nccl", operation=call, rank=0)):
         try:
             calls[call]()
         except RuntimeError as error:
@@ -248,11 +249,6 @@ def faulty(rank: int, n: int, call: str) -> tuple[str, int]:
     found = message, used_mib(rank) - kept
     store.set("seen", "")
     return found
-
-
-def test_a_wait_of_torch_can_only_be_delayed() -> None:
-    with pytest.raises(ValueError, match="takes action='delay'"):
-        standins.Fault("fail", "monitor")
 
 
 SHUTDOWN = ("finalize", "destroy")

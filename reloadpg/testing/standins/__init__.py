@@ -30,25 +30,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 from ...settings import NCCL
+from ..faults import Fault, InjectedFault
 from ._build import StandinsError, build, check_nccl
 
 __all__ = [
     "JOB",
     "NCCL",
-    "Fault",
-    "InjectedFault",
     "Job",
     "StandinsError",
     "activate",
     "build",
-    "clear_faults",
     "communicators",
     "enable",
     "enabled",
-    "inject",
     "job",
     "left_bytes",
     "load",
@@ -60,85 +56,12 @@ __all__ = [
 JOB = "RELOADPG_STANDIN_JOB"
 """Environment variable with the folder of the job. Without it a process has no devices."""
 
-_FAULTS = "faults"
+_FAULTS, _FIRED = "faults", "fired"
+"""Files of a job: the faults, a line each, and the id of a fault for each time it has fired."""
 _RELEASED = "released"
 _RUNNER = re.compile(r"\n[^\n]*/reloadpg/testing/_rank\.py")
 """The first line of a Python stack below the function of ``run_ranks``."""
 _serials = itertools.count()
-
-Action = Literal["fail", "delay", "hang", "async"]
-Call = Literal[
-    "init",
-    "split",
-    "collective",
-    "send",
-    "recv",
-    "finalize",
-    "destroy",
-    "abort",
-    "suspend",
-    "resume",
-    "copy",
-    "monitor",
-]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault in calls of NCCL.
-
-    Attributes:
-        action: ``fail``: the call returns ``ncclRemoteError``. ``delay``: it takes `seconds`
-            longer. ``hang``: it does not return until the fault is cleared, or another thread
-            aborts the communicator. ``async``: it succeeds, and the communicator has this
-            asynchronous error; its operations then wait until it is aborted.
-        call: the function of NCCL. ``copy`` is the work of a suspend or resume, once all members
-            have called it: an abort does not end it. ``monitor`` is not NCCL's: the thread
-            with which torch monitors the watchdog of a group does not run for `seconds`, before
-            it waits.
-        rank: the global rank (its variable RANK); None for all ranks.
-        skip: number of matching calls of each process that succeed before the fault.
-        times: number of calls of each process that fail after them; None for all.
-        seconds: length of a delay.
-    """
-
-    action: Action
-    call: Call
-    rank: int | None = None
-    skip: int = 0
-    times: int | None = None
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for value, known, what in (
-            (self.action, get_args(Action), "action"),
-            (self.call, get_args(Call), "call"),
-        ):
-            if value not in known:
-                raise ValueError(f"{what}={value!r} must be one of {', '.join(known)}")
-        if self.call == "monitor" and self.action != "delay":
-            raise ValueError(f"{self}: call='monitor' takes action='delay'")
-        if self.skip < 0 or self.seconds < 0 or (self.times is not None and self.times < 1):
-            raise ValueError(f"{self}: skip and seconds must be 0 or more, times 1 or more")
-
-
-class InjectedFault:
-    """A fault of a job; clears it when a ``with`` block ends."""
-
-    def __init__(self, folder: Path, identity: str, fault: Fault) -> None:
-        self.fault = fault
-        self._folder = folder
-        self._identity = identity
-
-    def clear(self) -> None:
-        """Remove the fault; calls that hang because of it continue. Local, idempotent."""
-        _edit(self._folder, lambda lines: [x for x in lines if f"id={self._identity}\t" not in x])
-
-    def __enter__(self) -> InjectedFault:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
 
 
 @dataclass(frozen=True)
@@ -201,32 +124,6 @@ def job(
             if not made.exists():
                 break
             time.sleep(0.02)
-
-
-def inject(fault: Fault) -> InjectedFault:
-    """Inject a fault into calls of NCCL in all processes of this process's job. Local.
-
-    Returns:
-        A handle that clears the fault; also a context manager.
-    """
-    folder, identity = _own_job().folder, f"{os.getpid()}.{next(_serials)}"
-    fields = {
-        "id": identity,
-        "action": fault.action,
-        "call": fault.call,
-        "rank": fault.rank,
-        "skip": fault.skip,
-        "times": fault.times,
-        "milliseconds": round(fault.seconds * 1000),
-    }
-    line = "\t".join(f"{name}={value}" for name, value in fields.items() if value is not None)
-    _edit(folder, lambda lines: [*lines, line])
-    return InjectedFault(folder, identity, fault)
-
-
-def clear_faults() -> None:
-    """Remove all faults of this process's job. Local, idempotent."""
-    _edit(_own_job().folder, lambda lines: [])
 
 
 def uses_after_release() -> list[str]:
@@ -328,12 +225,47 @@ def _own_job() -> Job:
     return Job(Path(os.environ[JOB]), os.environ)
 
 
-def _edit(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
+class FaultOfNccl(InjectedFault):
+    """A fault of NCCL, as a line of a file that the calls of all processes of the job read."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault)
+        self._folder, self._identity = _own_job().folder, f"{os.getpid()}.{next(_serials)}"
+        given = {"id": self._identity}
+        for name in ("action", "operation", "rank", "nth", "times", "seconds"):
+            given[name] = getattr(fault, name)
+        line = "\t".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        _edit_faults(self._folder, lambda lines: [*lines, line])
+
+    @property
+    def fired(self) -> int:
+        path = self._folder / _FIRED
+        return path.read_text().split().count(self._identity) if path.exists() else 0
+
+    def wait_fired(self, timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        while not self.fired and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.fired > 0
+
+    def clear(self) -> None:
+        super().clear()
+        own = f"id={self._identity}\t"
+        _edit_faults(self._folder, lambda lines: [x for x in lines if not x.startswith(own)])
+
+
+def clear_faults_of_nccl() -> None:
+    """Remove all faults of NCCL of this process's job, if it belongs to one. Local."""
+    if os.environ.get(JOB):
+        _edit_faults(_own_job().folder, lambda _: [])
+
+
+def _edit_faults(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
     """Change the lines of the job's faults; a reader sees the old or the new file."""
     path = folder / _FAULTS
-    with (folder / f"{_FAULTS}.lock").open("w") as lock:
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lines = path.read_text().splitlines() if path.exists() else []
-        new = folder / f"{_FAULTS}.new"
+        new = path.with_suffix(".new")
         new.write_text("".join(f"{line}\n" for line in change(lines)))
         new.replace(path)

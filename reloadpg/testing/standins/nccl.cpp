@@ -257,6 +257,16 @@ void log(const ncclComm* comm, const char* format, ...) {
   close(file);
 }
 
+// Append to a file of the job, to which other processes write too.
+void append(const char* name, const std::string& text) {
+  std::string path = std::string(standin_job()) + "/" + name;
+  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (file < 0) return;
+  ssize_t length = text.size();
+  if (write(file, text.data(), length) != length) fprintf(stderr, "%s", text.c_str());
+  close(file);
+}
+
 std::map<const ncclComm*, std::string>& released() {  // handles of this process, with their names
   static auto& object = *new std::map<const ncclComm*, std::string>;
   return object;
@@ -281,11 +291,8 @@ void record(const std::string& what) {
   std::string text(lseek(memory, 0, SEEK_END), '\0');
   ssize_t length = pread(memory, text.data(), text.size(), 0);
   close(memory);
-  std::string path = std::string(standin_job()) + "/released";
-  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-  if (file < 0) return;
-  if (write(file, text.data(), length) != length) fprintf(stderr, "%s", text.c_str());
-  close(file);
+  text.resize(std::max<ssize_t>(length, 0));
+  append("released", text);
 }
 
 // Threads without Python, such as the watchdogs of torch, are not recorded: they check for an abort
@@ -312,8 +319,8 @@ Comm find(const ncclComm* comm, const char* call = __builtin_FUNCTION()) {
 
 // ---- faults: lines of the job's file `faults`, written by Python ----
 
-// A line has fields KEY=VALUE, separated by tabs: id, action, call, and any of rank, skip, times,
-// milliseconds. It counts the calls of each process that match it.
+// A line is an id and the fields of a Fault, KEY=VALUE, separated by tabs; a field may be absent. It
+// counts the calls of each process that match it.
 using Fields = std::map<std::string, std::string>;
 
 std::vector<Fields> read_faults() {
@@ -333,8 +340,30 @@ std::vector<Fields> read_faults() {
 
 bool concerns(const Fields& fault, const char* call) {
   auto rank = fault.find("rank");
-  return fault.at("call") == call &&
+  return fault.at("operation") == call &&
          (rank == fault.end() || atoi(rank->second.c_str()) == global_rank());
+}
+
+bool injected(const std::string& id) {
+  for (Fields& fault : read_faults())
+    if (fault["id"] == id) return true;
+  return false;
+}
+
+ncclResult_t stall(Fields& fault, const char* call, const Comm& comm) {
+  auto end = Clock::time_point::max();
+  if (fault.count("seconds"))
+    end = Clock::now() + milliseconds(std::lround(1e3 * atof(fault["seconds"].c_str())));
+  bool yields = strcmp(call, "monitor") == 0;
+  bool can_end = comm && strcmp(call, "abort") != 0 && strcmp(call, "copy") != 0;
+  while (Clock::now() < end && (yields || injected(fault["id"]))) {
+    if (can_end && comm->aborted) return fail(ncclSystemError, "aborted during an injected stall");
+    if (yields)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_until(std::min(end, Clock::now() + kPoll));
+  }
+  return ncclSuccess;
 }
 
 ncclResult_t fault(const char* call, const Comm& comm) {
@@ -342,36 +371,22 @@ ncclResult_t fault(const char* call, const Comm& comm) {
   static auto& counts_mutex = *new std::mutex;
   for (Fields& each : read_faults()) {
     if (!concerns(each, call)) continue;
-    long skip = atol(each["skip"].c_str());
-    long times = each["times"].empty() ? LONG_MAX - skip : atol(each["times"].c_str());
+    long nth = atol(each["nth"].c_str());
+    long times = each.count("times") ? atol(each["times"].c_str()) : LONG_MAX - nth;
     {
       Lock lock(counts_mutex);
-      long seen = counts[each["id"]]++;
-      if (seen < skip || seen >= skip + times) continue;
+      long seen = ++counts[each["id"]];
+      if (seen < nth || seen >= nth + times) continue;
     }
     std::string action = each["action"];
     log(comm.get(), "fault: %s in %s", action.c_str(), call);
+    append("fired", each["id"] + "\n");
     std::string why = "injected fault: " + std::string(call) + " fails on rank " +
                       std::to_string(global_rank());
-    if (action == "fail") return fail(ncclRemoteError, why);
+    if (action == "raise") return fail(ncclRemoteError, why);
     if (action == "async") comm->break_with(ncclRemoteError, why);
-    if (action == "delay") {
-      auto end = Clock::now() + milliseconds(atol(each["milliseconds"].c_str()));
-      while (strcmp(call, "monitor") == 0 && Clock::now() < end) std::this_thread::yield();
-      std::this_thread::sleep_until(end);
-    }
-    if (action == "hang") {
-      auto there = [&] {
-        for (Fields& now : read_faults())
-          if (now["id"] == each["id"]) return true;
-        return false;
-      };
-      while (there()) {
-        if (comm->aborted && strcmp(call, "abort") != 0 && strcmp(call, "copy") != 0)
-          return fail(ncclSystemError, "aborted during an injected hang");
-        std::this_thread::sleep_for(kPoll);
-      }
-    }
+    if (action == "stall")
+      if (ncclResult_t result = stall(each, call, comm)) return result;
   }
   return ncclSuccess;
 }
