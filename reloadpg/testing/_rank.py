@@ -76,6 +76,10 @@ class RunSpec:
     program: str
     standins: bool = False
 
+    def result(self, rank: int) -> Path:
+        """The file of the function's result, once it has returned."""
+        return self.directory / f"{rank}.result"
+
 
 # ---------------------------------------------------------------------------------------------
 # the supervisor
@@ -111,10 +115,9 @@ class _CallerLeftError(Exception):
 
 
 class _StartedRank:
-    def __init__(self, process: BaseProcess, connection: Connection) -> None:
+    def __init__(self, process: BaseProcess, result: Path) -> None:
         self.process = process
-        self.connection = connection
-        self.listening = True
+        self.result = result
         self.returned = False
         self.exitcode: int | None = None
         self.ended_at = 0.0
@@ -134,10 +137,7 @@ class _StartedRank:
         self.exitcode = self.process.exitcode
         if not self.running:
             self.ended_at = time.monotonic()
-        if self.listening and self.connection.poll():
-            self.listening = False
-            with contextlib.suppress(EOFError, OSError):
-                self.returned = self.connection.recv()
+        self.returned = self.result.exists()
 
 
 class _Supervisor:
@@ -153,10 +153,11 @@ class _Supervisor:
         # file. Linux before 5.3 and some builds of Python have no pidfd.
         with contextlib.suppress(AttributeError, OSError):
             self._sources.append(os.pidfd_open(job.caller))
-        # Not the sentinels of the processes: a forked child of a rank holds a copy of it.
-        self._child_ended, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # A byte for each rank that has ended, or whose function has returned. Not the sentinels of
+        # the processes: a forked child of a rank holds a copy of it.
+        self._changed, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
     def run(self) -> None:
         with contextlib.suppress(_CallerLeftError):
@@ -182,16 +183,13 @@ class _Supervisor:
                 os.environ.clear()
                 os.environ.update(environment)
                 _redirect_output(self._job.directory / f"{rank}.out")
-                ours, theirs = multiprocessing.Pipe(duplex=False)
-                inherited = [self._caller, self._release, ours]
-                inherited += [each.connection for each in self._ranks]
                 process = context.Process(
                     target=_run_rank,
-                    args=(self._job, rank, os.getpid(), theirs, self._stay, inherited),
+                    args=(self._job, rank, os.getpid(), self._wakeup, self._stay),
+                    kwargs={"inherited": (self._caller, self._release)},
                 )
                 process.start()
-                theirs.close()
-                self._ranks.append(_StartedRank(process, ours))
+                self._ranks.append(_StartedRank(process, self._job.result(rank)))
         finally:
             _redirect_output(self._job.directory / "supervisor.out")
         self._started = time.monotonic()
@@ -217,13 +215,15 @@ class _Supervisor:
 
     def _wait(self, deadline: float | None) -> None:
         """Wait for a change of the ranks; raise ``_CallerLeftError`` if the caller ends the run."""
-        connections = [rank.connection for rank in self._ranks if rank.running and rank.listening]
         timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
-        ready = wait([*self._sources, self._child_ended, *connections], timeout)
+        ready = wait([*self._sources, self._changed], timeout)
         if any(source in ready for source in self._sources):
             raise _CallerLeftError
+        self._look()
+
+    def _look(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self._child_ended, 1 << 16)
+            os.read(self._changed, 1 << 16)
         for rank in self._ranks:
             rank.look()
 
@@ -261,8 +261,7 @@ class _Supervisor:
         """Kill all descendants; return the ids of remaining children."""
         deadline = time.monotonic() + KILL_LIMIT
         while True:
-            for rank in self._ranks:
-                rank.look()
+            self._look()
             if not any(rank.running for rank in self._ranks):
                 try:  # orphans of the ranks are children of this process
                     while os.waitpid(-1, os.WNOHANG)[0]:
@@ -274,9 +273,7 @@ class _Supervisor:
                 return children
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
-            wait([self._child_ended], 0.02)
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._child_ended, 1 << 16)
+            wait([self._changed], 0.02)
 
 
 def _children() -> list[int]:
@@ -312,8 +309,9 @@ def _run_rank(
     job: RunSpec,
     rank: int,
     supervisor: int,
-    connection: Connection,
+    wakeup: int,
     stay: Connection,
+    *,
     inherited: Sequence[Connection],
 ) -> None:
     """Run the function as one rank, write the result, and wait for the other ranks."""
@@ -325,8 +323,9 @@ def _run_rank(
         one.close()
     try:
         _prepare(job, rank)
-        _write(job.directory / f"{rank}.result", _call(job, rank))
-        connection.send(True)
+        _write(job.result(rank), _call(job, rank))
+        with contextlib.suppress(BlockingIOError):  # it is full of bytes that wake the supervisor
+            os.write(wakeup, b"\0")
         # A peer may still be connecting to this rank, or reading the last bytes of a collective.
         # Gloo fails there if the sockets close ("connection closed by peer").
         with contextlib.suppress(EOFError):

@@ -417,10 +417,10 @@ def _outcome(
     timed_out: bool,
     lost: bool,
 ) -> RankOutcome:
-    out, result_file, error_file, stack = (
-        job.directory / f"{rank}.{kind}" for kind in ("out", "result", "error", "stack")
+    out, error_file, stack = (
+        job.directory / f"{rank}.{kind}" for kind in ("out", "error", "stack")
     )
-    returned = result_file.exists()
+    returned = job.result(rank).exists()
     result, exception, reason = None, None, None
     if error_file.exists():
         at, reason, exception = pickle.loads(error_file.read_bytes())
@@ -444,7 +444,7 @@ def _outcome(
         exception = f"exited with code {code} {when}"
     else:
         try:
-            result = pickle.loads(result_file.read_bytes())
+            result = pickle.loads(job.result(rank).read_bytes())
         except Exception as error:
             exception = f"the result cannot be unpickled here: {error!r}"
     return RankOutcome(
