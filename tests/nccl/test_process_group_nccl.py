@@ -193,6 +193,35 @@ def test_a_reload_after_a_failed_recovery_rebuilds_all_backends_of_mixed_groups(
     assert (value.item(), summed(group, rank), group.state) == (2.0, 3.0, "live")
 
 
+@pytest.mark.parametrize("drops", [True, False])
+@on_engines(2)
+def test_a_captured_cuda_graph_holds_its_communicator(engine: str, drops: bool, rank: int) -> None:
+    """An offload is complete if the program drops the graph in a callback.
+
+    Otherwise it reaches its timeout, and the error names this cause.
+    """
+    start(rank, timeout=LIMIT if drops else BOUND)
+    group: Any = dist.new_group([0, 1])
+    tensor = torch.tensor([1.0]).cuda()
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(graphs[0]):
+        dist.all_reduce(tensor, group=group)
+    for _ in range(2):
+        graphs[0].replay()
+    assert tensor.item() == 8.0
+    if drops:
+        reloadpg.on_offload(graphs.clear)
+    offload = attempt(reloadpg.offload)
+    assert offload.kind == ("" if drops else "RendezvousTimeoutError"), offload
+    assert drops or "a CUDA graph" in offload.text
+    graphs.clear()
+    assert eventually(lambda: standins.communicators() == 0)
+    reloadpg.reload()
+    assert summed(group, rank) == 3.0
+
+
 @on_engines(2)
 def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) -> None:
     """Its communicator holds the error: it is raised, and nothing is released."""
