@@ -43,6 +43,9 @@ __all__ = ["ColocationError", "colocated"]
 logger = logging.getLogger("reloadpg")
 
 Action = Callable[[], object]
+Failures = list[tuple[str, Exception]]
+
+COPY = "copy weights back"
 
 STILL_DUE = object()
 """Returned by a step back that could not be made yet and has not failed."""
@@ -156,12 +159,11 @@ class colocated:  # noqa: N801 - used like a function
                 'set; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
             )
         self._saver: MemorySaver | None = saver
-        self._block, self._owed = Block(self._trainer_sets, self._seconds), ExitStack()
-        self._raised: BaseException | None = None  # in the block that is being left
-        self._failures: list[tuple[str, Exception]] = []
-        self._left: list[tuple[str, Action]] = []
+        self._block = Block(self._trainer_sets, self._seconds)
+        self._wait_s: float | None = None  # for ranks that are still in the block
+        self._due: list[tuple[str, Action]] = []  # steps back, the first one last
         self._pending: Pending | None = None
-        self._copied, self._inside, self._awake = True, False, False
+        self._inside, self._awake = False, False
         self.steps: list[tuple[str, float]] = []
         self.offload_report: Report | None = None
         self.reload_report: Report | None = None
@@ -227,7 +229,7 @@ class colocated:  # noqa: N801 - used like a function
         Raises:
             ColocationError: a step failed again.
         """
-        if failures := self._way_back():
+        if failures := self._go_back():
             raise self._error("restore", failures)
 
     def __enter__(self) -> colocated:
@@ -241,15 +243,14 @@ class colocated:  # noqa: N801 - used like a function
         # Fails on all ranks, with an error that names the remedy: nothing to undo here.
         block = Block(self._trainer_sets, self._seconds)
         self.offload_report = self._step("offload groups", partial(block.enter, self._connect))
-        self._block, self._inside, self._copied = block, True, self._copy_back is None
-        self._owed, step = ExitStack(), ""
+        self._block, self._inside, self._due, step = block, True, [], ""
         try:
             for step, enter, back, leave in self._steps():
-                self._owed.callback(self._undo, back, leave)  # after a failure of enter, too
+                self._due.append((back, leave))  # after a failure of enter, too
                 if enter is not None:
                     self._step(step, enter)
         except BaseException as error:
-            failures = self._way_back()
+            failures = self._go_back()
             if not isinstance(error, Exception):
                 self._log(failures)
                 raise
@@ -260,11 +261,7 @@ class colocated:  # noqa: N801 - used like a function
         if self._block.is_void:
             self._block.close()
             return
-        self._raised = error
-        try:
-            failures = self._way_back()
-        finally:
-            self._raised = None
+        failures = self._go_back(error)
         if error is not None:
             self._log(failures)  # must not hide the body's exception
         elif failures:
@@ -276,7 +273,7 @@ class colocated:  # noqa: N801 - used like a function
         """The steps after the offload, each with its step back. Those are made in reverse order."""
         yield "", None, "reload groups", self._reload
         if self._copy_back is not None:
-            yield "", None, "copy weights back", self._copy_weights_back
+            yield "", None, COPY, self._copy_weights_back
         yield "empty cache", self._empty_cache, "empty cache", devices.empty_cache
         if self._saver is not None:
             yield "pause saver", self._saver.pause_all, "resume saver", self._saver.resume_all
@@ -288,27 +285,30 @@ class colocated:  # noqa: N801 - used like a function
             wake = None if self._wake_tags == [] else self._wake_engine
             yield "wake engine", wake, "put engine to sleep", self._sleep_engine
 
-    def _way_back(self) -> list[tuple[str, Exception]]:
-        """Make all steps back that are due; return the failures, which stay due."""
-        self._failures, self._left = [], []
+    def _go_back(self, raised: BaseException | None = None) -> Failures:
+        """Make all steps back that are due, and return the failures, which stay due.
+
+        Args:
+            raised: what the body of the block has raised.
+        """
+        self._wait_s = self._block.seconds(raised)
+        failures: Failures = []
+
+        def make(step: str, action: Action) -> None:
+            try:
+                if self._step(step, action) is not STILL_DUE:
+                    self._due.remove((step, action))
+            except Exception as error:
+                failures.append((step, error))
+
         try:
-            self._owed.close()  # makes all of them, also after an interrupt
+            with ExitStack() as stack:  # in reverse order, and all of them, also after an interrupt
+                for back in self._due:
+                    stack.callback(make, *back)
         finally:
-            for step in reversed(self._left):
-                self._owed.callback(self._undo, *step)
             self._block.close()
             self._inside = self._block.is_offloaded
-        return self._failures
-
-    def _undo(self, step: str, action: Action) -> None:
-        done = False
-        try:
-            done = self._step(step, action) is not STILL_DUE
-        except Exception as error:
-            self._failures.append((step, error))
-        finally:
-            if not done:
-                self._left.append((step, action))
+        return failures
 
     def _step(self, name: str, action: Action) -> Any:
         begun = time.perf_counter()
@@ -339,16 +339,14 @@ class colocated:  # noqa: N801 - used like a function
         if self._copy_back is None or (self._saver is not None and self._saver.paused):
             return STILL_DUE  # the saver failed, so there is no memory to copy to
         self._copy_back()
-        self._copied = True
         return None
 
     def _offload_engines(self, named: str) -> object:
-        return offload(named, timeout=self._block.seconds(self._raised))
+        return offload(named, timeout=self._wait_s)
 
     @property
     def _options(self) -> dict[str, Any]:
-        seconds = self._block.seconds(self._raised)
-        return {"connect": self._connect, "attempts": self._attempts, "timeout": seconds}
+        return {"connect": self._connect, "attempts": self._attempts, "timeout": self._wait_s}
 
     def _reload(self) -> None:
         # If a saver could not be resumed on a rank, this fails on all ranks.
@@ -360,7 +358,8 @@ class colocated:  # noqa: N801 - used like a function
 
     # -- messages ---------------------------------------------------------------------------
 
-    def _error(self, doing: str, failures: list[tuple[str, Exception]]) -> ColocationError:
+    def _error(self, doing: str, failures: Failures) -> ColocationError:
+        copied = all(step != COPY for step, _ in self._due)
         told = "; ".join(f"{step}: {type(error).__name__}: {error}" for step, error in failures)
         paused = ", ".join(self._saver.paused) if self._saver is not None else ""
         failure = ColocationError(
@@ -368,7 +367,7 @@ class colocated:  # noqa: N801 - used like a function
             f"exit were run. State now: groups {status().state}, "
             f"saver {f'paused ({paused})' if paused else 'active'}, "
             f"engine {'awake' if self._awake else 'asleep'}"
-            f"{'' if self._copied else ', weights not copied back'}. Once the cause is fixed, call "
+            f"{'' if copied else ', weights not copied back'}. Once the cause is fixed, call "
             "restore() on the object that colocated() returned, on all ranks if their groups are "
             "not live.",
             failures,
@@ -377,7 +376,7 @@ class colocated:  # noqa: N801 - used like a function
         failure.__cause__ = failures[0][1]
         return failure
 
-    def _log(self, failures: list[tuple[str, Exception]]) -> None:
+    def _log(self, failures: Failures) -> None:
         if failures:
             logger.error("%s", self._error("leave", failures))
 

@@ -12,8 +12,9 @@ right one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
@@ -98,7 +99,8 @@ class MemorySaver:
         self._untracked = False
         named = named_sets(() if sets is None else sets, "MemorySaver")
         object.__setattr__(self, "sets", named)
-        self._watch = finalize(self, _watch(ref(self), named))
+        refuse = partial(_refuse, ref(self))
+        self._watch = finalize(self, check_before("memory saver order", refuse, named))
         self._watch.atexit = False
 
     def __getattr__(self, name: str) -> Any:
@@ -220,19 +222,15 @@ class MemorySaver:
         return stack
 
 
-def _watch(saver: ref[MemorySaver], sets: frozenset[str]) -> Callable[[], None]:
-    """Make offload and reload check a saver, if it still exists; the result undoes this.
+def _refuse(saver: ref[MemorySaver], operation: str) -> None:
+    """Refuse an operation on groups while memory is paused, if the saver still exists.
 
-    The check comes before the reload, since the saver's list cannot be corrected afterwards.
+    It comes before a reload too, since the saver's list cannot be corrected afterwards.
     """
-
-    def refuse(operation: str) -> None:
-        there = saver()
-        if there is not None and there.paused and not there._untracked:
-            raise MemorySaverError(
-                f"{operation} while {', '.join(there.paused)} is paused: the memory saver would "
-                "end the process at its next pause or resume. Call resume_all() first; for a "
-                "weight update in a rollout, use the groups_live() of colocated()."
-            )
-
-    return check_before("memory saver order", refuse, sets)
+    there = saver()
+    if there is not None and there.paused and not there._untracked:
+        raise MemorySaverError(
+            f"{operation} while {', '.join(there.paused)} is paused: the memory saver would "
+            "end the process at its next pause or resume. Call resume_all() first; for a "
+            "weight update in a rollout, use the groups_live() of colocated()."
+        )
