@@ -49,7 +49,7 @@ class Player:
 
     def __init__(self, rank: int, size: int, job: int) -> None:
         self.rank = Rank(rank, size)
-        self.rank.job = job  # counted before
+        self.rank.join(job)  # counted before
         self.requests = 0
         self._steps: Steps = self.rank.count()
         self._waits: Await | None = None

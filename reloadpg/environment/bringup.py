@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ..c10d import backends, devices, tables
-from ..errors import DisagreementError, ReloadpgError
+from ..errors import ReloadpgError
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..lifecycle.job import jobs
 from ..observability.logs import name_rank_in_records
+from ..rendezvous.decision import Decision
 from ..rendezvous.plan import Entry, Plan
 from ..rendezvous.round import Rendezvous, Round
 from ..settings import as_timedelta
@@ -310,9 +311,7 @@ def create(
                 device_id=device if request.bind and device.type != "cpu" else None,
             )
 
-        creation = _Creation(
-            request, environment.rank, placement.backend, device, timeout, sizes, own
-        )
+        creation = _Creation(request, environment.rank, placement, timeout, sizes, own)
         with jobs.expecting(rendezvous):
             mesh = creation.within(round_, create_world)
         store.set_timeout(timeout)
@@ -363,16 +362,14 @@ def _refuse(request: Request, rendezvous: Rendezvous, difference: str) -> NoRetu
 
     It counts neither the job nor itself among the processes of this host.
     """
-    seconds = request.init_timeout.total_seconds()
-    rendezvous.state.job = 1
+    deadline = Deadline(request.operation, request.init_timeout.total_seconds(), _PHASES[0])
+    refused = Decision("disagree", rendezvous.rank, difference)
+    rendezvous.state.join(1)
     with suppress(ReloadpgError):
-        now = rendezvous.drive(rendezvous.state.read(), Deadline(request.operation, seconds))
+        now = rendezvous.drive(rendezvous.state.read(), deadline)
         if now.number == rendezvous.state.next:  # else the job has begun, and continues without it
-            rendezvous.open(request.operation, _PHASES, seconds).disagree(difference)
-    raise DisagreementError(
-        f"{request.operation}: the ranks do not agree: {difference}. Nothing was changed on any "
-        f"rank. When the ranks agree, call {request.operation}() again on all ranks."
-    )
+            rendezvous.open(request.operation, _PHASES, deadline.seconds).refuse(refused)
+    raise refused.error(deadline, rendezvous.rank, rendezvous.size)
 
 
 @dataclass
@@ -386,8 +383,7 @@ class _Creation:
 
     request: Request
     rank: int
-    backend: str
-    device: torch.device
+    placement: Placement
     timeout: timedelta
     sizes: Mapping[str, int] | None
     own: OwnGroups
@@ -398,12 +394,9 @@ class _Creation:
 
         On failure, the groups are aborted.
         """
-        mesh_dims = "none" if self.sizes is None else _shown(self.sizes)
-        arguments = {
-            "backend": self.backend,
-            "mesh_dims": mesh_dims,
-            "connect": self.request.connect,
-        }
+        backend, sizes = self.placement.backend, self.sizes or {}
+        mesh_dims = " x ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
+        arguments = {"backend": backend, "mesh_dims": mesh_dims, "connect": self.request.connect}
         round_.barrier("agree", Plan("init_distributed", (Entry("", (), arguments),)))
         made: list[DeviceMesh | None] = []
         wanted = CancelToken()
@@ -411,14 +404,14 @@ class _Creation:
         def create() -> None:
             try:
                 if first is not None:
-                    self.at = f"creating the default group ({self.backend})"
+                    self.at = f"creating the default group ({backend})"
                     first()
                 if not wanted.cancelled:
                     made.append(self._create_mesh(wanted))
             except ReloadpgError:
                 raise
             except RuntimeError as error:
-                remedy = wrong_gloo_interfaces() if "gloo" in self.backend else ""
+                remedy = wrong_gloo_interfaces() if "gloo" in backend else ""
                 raise self._error(f"failed at {self._where}: {error}", remedy) from error
             finally:
                 if wanted.cancelled:  # the caller has raised and does not own later groups
@@ -447,17 +440,17 @@ class _Creation:
 
     def _create_mesh(self, token: CancelToken) -> DeviceMesh | None:
         """Create the mesh, if requested, and connect the groups created since bring-up began."""
-        mesh = None
+        mesh, device = None, self.placement.device
         if self.sizes is not None:
             self.at = "creating the mesh"
-            mesh = build_mesh(self.sizes, self.device.type, self.timeout)
+            mesh = build_mesh(self.sizes, device.type, self.timeout)
         for group in self.own.now() if self.request.connect != "none" else ():
             if token.cancelled or group.size() == 1:
                 continue
             kinds = tables.device_backends(group)
             desc, ranks = group.group_desc or "group", named_ranks(tables.ranks_of(group))
             self.at = f"connecting {desc!r} of {ranks} ({tables.backend_of(group)})"
-            used = self.device if self.device.type in kinds else torch.device(next(iter(kinds)))
+            used = device if device.type in kinds else torch.device(next(iter(kinds)))
             sums = sum_ranks(group, used, token)
             if self.request.connect == "canary" and sums is not None and sums[0] != sums[1]:
                 total, expected = sums
@@ -467,10 +460,6 @@ class _Creation:
                     "The communicator does not connect the right ranks, or corrupts data.",
                 )
         return mesh
-
-
-def _shown(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 # -- a group that exists ----------------------------------------------------------------------
@@ -484,12 +473,12 @@ def adopt(request: Request, world: ProcessGroup, own: OwnGroups) -> DistributedC
     _warn_of_differences(request, world)
     environment, mesh = _environment_of_group(), None
     if sizes is not None:
-        seconds = request.init_timeout.total_seconds()
-        backend, rank = tables.backend_of(world), dist.get_rank()
-        timeout = request.timeout or _timeout_of(world) or tables.default_timeout(backend)
-        rendezvous = rendezvous_of(None, "init_distributed")
-        round_ = rendezvous.open(request.operation, _PHASES, seconds)
-        mesh = _Creation(request, rank, backend, device, timeout, sizes, own).within(round_)
+        placement = Placement(device, tables.backend_of(world))
+        timeout = request.timeout or _timeout_of(world) or tables.default_timeout(placement.backend)
+        rendezvous, seconds = rendezvous_of(None, "init_distributed"), request.init_timeout
+        round_ = rendezvous.open(request.operation, _PHASES, seconds.total_seconds())
+        creation = _Creation(request, environment.rank, placement, timeout, sizes, own)
+        mesh = creation.within(round_)
     return DistributedContext(environment, device, mesh, owned=False, own=own)
 
 

@@ -14,13 +14,11 @@ import itertools
 import logging
 import os
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -66,23 +64,10 @@ def open_store(environment: DistributedEnvironment, timeout: timedelta, operatio
     """
     if environment.world_size == 1:
         return HashStore()
-    store, use = _open(environment, timeout.total_seconds(), operation)
-    store.set_timeout(timeout)
-    # torchrun's agent keeps its store when it restarts the ranks. Without the attempt in the
-    # prefix, restarted ranks would read the decision of the earlier ones.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"reloadpg/bringup/{attempt}/{use}", store)
-
-
-def _open(
-    environment: DistributedEnvironment, seconds: float, operation: str
-) -> tuple[TCPStore, int]:
-    """The store at the job's address, and the number of this use. Blocking, with a timeout."""
     address, port = environment.master_addr, environment.master_port or 0
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = environment.rank == 0 and not by_agent
-    key = (os.getpid(), address, port)
-    cause = None
+    key, seconds, cause = (os.getpid(), address, port), timeout.total_seconds(), None
     if key not in _opened:
         task = _connect(address, port, seconds, serves=serves)
         try:
@@ -91,48 +76,55 @@ def _open(
                 _opened[key] = (task.result(), itertools.count(1))
         except RuntimeError as error:
             cause = error
-    if key in _opened:
-        store, uses = _opened[key]
-        return store, next(uses)
-    what = _what_failed(address, port, f"within {seconds:g} s", cause, by_agent, serves)
-    raise RendezvousTimeoutError(
-        f"{operation}: rank {environment.rank} of {environment.world_size}: {what}",
-        phase="connect",
-        seconds=seconds,
-        missing=() if serves or by_agent else (0,),
-    ) from cause
+    if key not in _opened:
+        what = _what_failed(address, port, f"within {seconds:g} s", cause, by_agent, serves)
+        raise RendezvousTimeoutError(
+            f"{operation}: rank {environment.rank} of {environment.world_size}: {what}",
+            phase="connect",
+            seconds=seconds,
+            missing=() if serves or by_agent else (0,),
+        ) from cause
+    store, uses = _opened[key]
+    store.set_timeout(timeout)
+    # torchrun's agent keeps its store when it restarts the ranks. Without the attempt in the
+    # prefix, restarted ranks would read the decision of the earlier ones.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"reloadpg/bringup/{attempt}/{next(uses)}", store)
 
 
 def _connect(address: str, port: int, seconds: float, *, serves: bool) -> Task[TCPStore]:
     """Open a store in the background. Local, non-blocking."""
     end = time.monotonic() + seconds
 
-    def opened(limit: float) -> TCPStore:
+    def connect() -> TCPStore:
+        if not serves:
+            _await_server(address, port, end)
         return TCPStore(
             host_name=address,
             port=port,
             is_master=serves,
-            timeout=timedelta(seconds=limit),
+            timeout=timedelta(seconds=max(0.001, end - time.monotonic())),
             wait_for_workers=False,
             multi_tenant=True,
         )
 
-    def connected() -> TCPStore:
-        # Torch retries in C++ for up to twice its timeout. If the interpreter exits during that,
-        # the process ends with "terminate called without an active exception", and the error is
-        # lost. So torch is called only once a server listens.
-        while True:
-            left = max(0.001, end - time.monotonic())
-            try:
-                socket.create_connection((address, port), timeout=left).close()
-            except OSError as error:
-                if time.monotonic() + _PROBE_S >= end:
-                    raise RuntimeError(f"no server listens at {address}:{port}: {error}") from error
-                time.sleep(_PROBE_S)
-            else:
-                return opened(left)
+    return Task(connect, "store-open")
 
-    return Task(partial(opened, seconds) if serves else connected, "store-open")
+
+def _await_server(address: str, port: int, end: float) -> None:
+    """Wait until a server listens, or raise. Blocking, until the monotonic time ``end``.
+
+    Torch retries in C++ for up to twice its timeout. If the interpreter exits during that, the
+    process ends with "terminate called without an active exception", and the error is lost.
+    """
+    while True:
+        left = max(0.001, end - time.monotonic())
+        try:
+            return socket.create_connection((address, port), timeout=left).close()
+        except OSError as error:
+            if time.monotonic() + _PROBE_S >= end:
+                raise RuntimeError(f"no server listens at {address}:{port}: {error}") from error
+        time.sleep(_PROBE_S)
 
 
 def _what_failed(
@@ -193,49 +185,40 @@ def claim_place(
 # -- the barrier ------------------------------------------------------------------------------
 
 
-class _Rendezvouses:
-    """The rendezvous of each group and purpose, created on first use.
-
-    It is recreated after a recovery: the ranks may have been at different barriers, and new
-    processes at none.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._pid = os.getpid()
-        self._known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, tuple[int, Rendezvous]]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def of(self, group: ProcessGroup, purpose: str) -> Rendezvous:
-        with self._lock:
-            if self._pid != os.getpid():
-                self._forget()  # a forked child would share the parent's connection and count
-            job = jobs.known
-            recovered = 0 if job is None else job.rendezvous.recovered
-            known = self._known.setdefault(group, {})
-            if purpose not in known or known[purpose][0] != recovered:
-                known[purpose] = recovered, self._new(group, purpose, recovered)
-            return known[purpose][1]
-
-    def _new(self, group: ProcessGroup, purpose: str, recovered: int) -> Rendezvous:
-        world = tables.world()
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if size == 1 or world is None or not tables.has_peers():
-            return Rendezvous(None, rank, size)
-        prefix = f"reloadpg/{purpose}/{tables.name_of(group)}"
-        if recovered:
-            prefix += f"/after {recovered}"
-        root = stores.root_store_of_job(world)
-        job = _job()
-        client = None if job is None else job.rendezvous.client  # one thread sends all requests
-        return Rendezvous(root, rank, size, client=client, prefix=prefix)
+_known: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, str], tuple[int, Rendezvous]]]
+_known = weakref.WeakKeyDictionary()
+"""The rendezvous of each group by process and purpose: a forked child would share the parent's
+connection and count. Each has the recovery since which it exists: after a recovery the ranks may
+have been at different barriers, and new processes at none."""
 
 
-_rendezvouses = _Rendezvouses()
+def rendezvous_of(group: ProcessGroup | None, purpose: str) -> Rendezvous:
+    """The rendezvous of a group, or of the job, for one purpose; created on first use. Local."""
+    world = tables.world()
+    chosen = world if group is None else group
+    if chosen is None or world is None:
+        raise _no_group(purpose)
+    job = jobs.known
+    recovered = 0 if job is None else job.rendezvous.recovered
+    known, key = _known.setdefault(chosen, {}), (os.getpid(), purpose)
+    if key not in known or known[key][0] != recovered:
+        known[key] = recovered, _new_rendezvous(world, chosen, purpose, recovered)
+    return known[key][1]
+
+
+def _new_rendezvous(
+    world: ProcessGroup, group: ProcessGroup, purpose: str, recovered: int
+) -> Rendezvous:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1 or not tables.has_peers():
+        return Rendezvous(None, rank, size)
+    prefix = f"reloadpg/{purpose}/{tables.name_of(group)}"
+    if recovered:
+        prefix += f"/after {recovered}"
+    job = _job()
+    client = None if job is None else job.rendezvous.client  # one thread sends all requests
+    root = stores.root_store_of_job(world)
+    return Rendezvous(root, rank, size, client=client, prefix=prefix)
 
 
 def _job() -> Job | None:
@@ -324,14 +307,6 @@ def leave_together(
         logging.getLogger(__name__).warning(
             "%s: not all ranks confirmed their exit: %s", purpose, error
         )
-
-
-def rendezvous_of(group: ProcessGroup | None, purpose: str) -> Rendezvous:
-    """The rendezvous of a group, or of the job, for one purpose. Local."""
-    chosen = tables.world() if group is None else group
-    if chosen is None:
-        raise _no_group(purpose)
-    return _rendezvouses.of(chosen, purpose)
 
 
 def _no_group(what: str) -> ReloadpgError:

@@ -237,6 +237,10 @@ class _Counted:
         if self.host:
             yield Append(self.listed, self.process)
 
+    def join(self, job: int) -> None:
+        """Take part in a job without being counted. Local."""
+        self.job = job
+
     @staticmethod
     def _newest() -> Steps:
         """The number of the newest job."""

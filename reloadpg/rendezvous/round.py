@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
@@ -493,15 +493,12 @@ class Round:
         deadline.log_end()
         return decision.text
 
-    def disagree(self, text: str) -> NoReturn:
+    def refuse(self, decision: Decision) -> None:
         """End the operation, in which this process cannot be counted. Local; waits a limited time.
 
-        Raises DisagreementError, as the other ranks do unless they have passed the barrier.
+        The other ranks raise the decision, unless they have passed the barrier.
         """
-        refused = Decision("disagree", self._rendezvous.rank, text)
-        self._leave(GaveUp(refused))
-        self.decision = refused
-        raise self._error()
+        self._leave(GaveUp(decision))
 
     def watch(
         self, tasks: Sequence[Task[Any]], wanted: CancelToken, doing: Callable[[], str]
