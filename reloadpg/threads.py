@@ -43,7 +43,7 @@ _EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for running threads."""
 
 _BEGIN_S = 0.5
-"""Seconds within which a thread begins that the system has started."""
+"""Seconds within which a started thread begins to run."""
 
 
 def wait_seconds(variable: str) -> float:

@@ -305,8 +305,8 @@ def abort_each(groups: Sequence[ProcessGroup]) -> None:
 def abort_all() -> None:
     """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking.
 
-    An abort that raises ends torch's function, which then leaves all groups in its tables. So it is
-    called again before the error is raised.
+    If an abort raises, torch's function ends, and all groups stay in its tables. So it is called
+    again before the error is raised.
     """
     if world() is None:
         return  # another thread has aborted them

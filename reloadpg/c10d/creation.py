@@ -148,7 +148,7 @@ def _unregister_unknown(entered: Mapping[Any, str]) -> None:
 
 @contextmanager
 def name_freed(group: ProcessGroup) -> Iterator[None]:
-    """A block in which the name of a group can be used for another one, which torch refuses."""
+    """A block in which the name of a group can be used for another one; torch refuses that."""
     names = _c10d._world.pg_names
     name = names[group]
     names[group] = cast(Any, f"{name} (being rebuilt)")

@@ -203,8 +203,8 @@ def suspend_backend(backend: CppBackend) -> None:
 
     While torch's own ``suspend`` and ``resume`` wait for the other members, they hold the GIL and a
     lock that ``abort`` needs (2.13.0 to 2.15.0), so no timeout could end the wait. This function
-    calls NCCL as torch does, but without these locks. Make it within a :class:`Call`: an abort that
-    does not wait for it frees memory that it moves (SIGSEGV in NVIDIA's host code of NCCL 2.30.7).
+    calls NCCL as torch does, but without these locks. Make it within a :class:`Call`: without that,
+    an abort frees memory that this call moves (SIGSEGV in NVIDIA's host code of NCCL 2.30.7).
     """
     _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
 
@@ -301,9 +301,9 @@ def group_call() -> Iterator[bool]:
     """Execute the destroys and aborts that this thread calls in this block at the block's end.
 
     NCCL only records them in the block, where torch holds a lock. The end is called without it, so
-    that other threads can end communicators that share the lock. A destroy waits for its peers
-    there. An abort of a connected communicator takes up to half a second, since NCCL's proxy
-    threads look for it at this interval.
+    other threads can end communicators that share the lock. A destroy waits for its peers there. An
+    abort of a connected communicator takes up to half a second, since NCCL's proxy threads look for
+    it at this interval.
 
     Yields whether it is so: False if NCCL's library is not found.
 

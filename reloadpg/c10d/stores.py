@@ -105,7 +105,7 @@ def clone_store(store: Store, *, again: bool = False) -> Store:
 
 
 def _lacking(kind: type) -> list[str]:
-    """The methods that a store in Python lacks, and that the ranks need to agree."""
+    """The methods for the ranks' agreement that a store in Python lacks."""
     defined = kind.__mro__[: kind.__mro__.index(Store)]
     for base in defined:
         if not any(isinstance(one, FunctionType) for one in vars(base).values()):

@@ -21,7 +21,7 @@ from ..texts import counted, format_ranks, table
 from .console import CommandError, Finding, say
 
 WAITING_S = 30.0
-"""Seconds after which a wait for ranks that run is a problem."""
+"""Seconds after which a wait for running ranks is a problem."""
 
 _SHOWN_RANKS = 10
 _NAMED = 3
@@ -264,7 +264,7 @@ class JobView:
             yield Finding("one rank", "warning", what, remedy)
 
     def _of_absent(self) -> Iterator[Finding]:
-        """Findings about ranks that have ended, or that do not update their record."""
+        """Findings about ranks that have ended, or do not update their record."""
         if exited := self.absent("exited"):
             yield Finding("exited", "warning", f"{_ids(exited)}: {_last_seen(exited)}")
         if gone := self.absent("gone"):

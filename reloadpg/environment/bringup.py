@@ -358,7 +358,7 @@ def _join(
 
 
 def _refuse(request: Request, rendezvous: Rendezvous, difference: str) -> NoReturn:
-    """Raise that this process has no place in the job, on the ranks that wait for it too.
+    """Raise on all ranks: this process has no place in the job.
 
     It counts neither the job nor itself among the processes of this host.
     """

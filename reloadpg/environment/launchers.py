@@ -290,7 +290,7 @@ def _is_loopback(host: str) -> bool:
 def _address(
     row: Launcher, read: Variables, world_size: int, local_size: int | None
 ) -> tuple[str, int]:
-    """The address that is set, or the one that follows from hosts and job."""
+    """The address that is set; otherwise from hosts and job."""
     if row is TORCHRUN and world_size > 1:
         read.require(row.required, row.marks)
     if "MASTER_ADDR" in read:

@@ -1,8 +1,8 @@
 """The interfaces of gloo and of NCCL's bootstrap in a job of several hosts.
 
-Gloo by default uses the address that the host name resolves to, which is a loopback address on
-many machines (vLLM#7074): ranks on other hosts cannot connect to it. NCCL selects its interfaces
-itself. On a host with InfiniBand, both are bound to it.
+Gloo by default uses the address of the host name, which is a loopback address on many machines
+(vLLM#7074): ranks on other hosts cannot connect to it. NCCL selects its interfaces itself. On a
+host with InfiniBand, both are bound to it.
 """
 
 from __future__ import annotations

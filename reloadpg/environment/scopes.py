@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Scope:
     """The groups that were created since this object was created, or since its block began.
 
-    Reusable, but not reentrant. A group is identified by its store, which a proxy and a reload
-    keep, and which differs in a later group of the same name.
+    Reusable, but not reentrant. A group is identified by its store. A proxy and a reload keep it,
+    and a later group of the same name has another one.
     """
 
     def __init__(self) -> None:

@@ -335,7 +335,7 @@ def _meet(group: ProcessGroup | None, purpose: str, what: str, seconds: float) -
 class _PeerLeft(BaseException):
     """Another rank has left a block around a barrier.
 
-    Not an Exception, so that this rank does not wait for an answer of that rank.
+    Not an Exception: this rank does not wait for an answer of that rank.
     """
 
     def __init__(self, error: PeerFailedError) -> None:

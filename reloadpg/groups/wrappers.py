@@ -120,7 +120,7 @@ def _init_process_group(after_world: Callable[[], object], wrapped: Function) ->
 
 
 def _outside_tables(name: str, wrapped: Function) -> Function:
-    """Record a group that torch enters into none of its tables, so that no user can find it."""
+    """Record a group that torch enters into none of its tables: no user can find it."""
     reason = (
         f"it was created by {name}(), which does not enter it into torch's tables; create it with "
         "torch.distributed.new_group()"

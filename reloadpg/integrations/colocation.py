@@ -286,7 +286,7 @@ class colocated:  # noqa: N801 - used like a function
             yield "wake engine", wake, "put engine to sleep", self._sleep_engine
 
     def _go_back(self, raised: BaseException | None = None) -> Failures:
-        """Make all steps back that are due, and return the failures, which stay due.
+        """Make all steps back that are due. Return the failures; they stay due.
 
         Args:
             raised: what the body of the block has raised.

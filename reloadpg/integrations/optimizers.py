@@ -132,7 +132,7 @@ class OffloadedPhase:
         hook: Callable[..., object],
         **options: Any,
     ) -> Any:
-        """Create a trainer's callback that is such a phase, of the class that ``base`` imports.
+        """Create such a phase as a trainer's callback, of the class that ``base`` imports.
 
         Its method for the moment ``when`` is ``hook``, with the callback as the first argument.
         """

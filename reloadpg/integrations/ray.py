@@ -11,8 +11,8 @@
 
 The index of an actor in the list is its rank: pass the same list to each function. Each function
 first checks that the actors respond: a dead or busy actor is named before any group is changed. Do
-not assume that the actors abandon a call that the driver has abandoned: Ray runs submitted calls,
-and later calls queue behind them. Ray is imported when one of these functions is called.
+not assume that the actors abandon a call if the driver has: Ray runs submitted calls, and later
+calls queue behind them. Ray is imported when one of these functions is called.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class MemorySaver:
     ``pause()``, ``resume()``      while all memory is in one state; otherwise call them by tag
     =============================  =================================================================
 
-    A call for memory that is already in that state does nothing.
+    A call for memory in that state does nothing.
 
     Args:
         saver: an object with ``pause(tag)`` and ``resume(tag)``; None for the process's

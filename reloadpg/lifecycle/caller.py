@@ -15,7 +15,7 @@ _SIGNAL_S = 1.0
 """A wait handles signals at least this often, in seconds, whichever thread they were given to."""
 
 _LEFT_S = 0.1
-"""Seconds after which a call that the caller is to make looks whether the caller has left."""
+"""Seconds after which a call for the caller looks whether the caller has left."""
 
 _STARTS = 5
 """Attempts to start an operation that is to tell the other ranks of an interrupt. Each further

@@ -40,7 +40,7 @@ _SWITCHES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _OFF = ("0", "n", "no", "f", "false")
 
 _END_S = 6.0
-"""Seconds within which a request to the store that has begun ends."""
+"""Seconds within which a started request to the store ends."""
 
 
 class DumpWatch(LibraryThread):

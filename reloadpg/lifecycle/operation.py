@@ -220,7 +220,7 @@ class Operation:
 
     @property
     def groups(self) -> list[ManagedGroup]:
-        """The managed groups that it may change, in the order that all ranks share."""
+        """The managed groups that it may change, in the shared order."""
         return self.scope.groups
 
     @property

@@ -67,7 +67,7 @@ class Scope:
 
     @property
     def groups(self) -> list[ManagedGroup]:
-        """The managed groups that it may change, in the order that all ranks share."""
+        """The managed groups that it may change, in the shared order."""
         return [g for g in self.planned if self.kind.releases or g.set_name in self.sets]
 
     @property

@@ -35,7 +35,7 @@ _ABORT_S = 2.0
 """Seconds that a failed operation waits for its communicators to abort before it raises."""
 
 _UNFINISHED_S = 10.0
-"""Seconds that an operation waits for communicators that a failed one is still destroying."""
+"""Seconds that an operation waits for the communicators of a failed one to be destroyed."""
 
 
 class Workers:
@@ -49,7 +49,7 @@ class Workers:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The groups that are done in the current or last step, and all of that step."""
+        """The number of completed groups of the current or last step, and of all its groups."""
         return len(self._took), self._to_do
 
     def doing(self) -> str:

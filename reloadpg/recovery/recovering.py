@@ -2,8 +2,8 @@
 
 After a fault the ranks are out of step: a collective raised, timed out or was skipped, or an
 operation ended on some ranks only. So nothing here assumes that the ranks have ended the same
-operations, or that their groups are in the same states. The store assigns a number to the recovery,
-and the ranks count their operations from there.
+operations, or have groups in the same states. The store assigns a number to the recovery, and the
+ranks count their operations from there.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _release_work(error: BaseException) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The line of the program that raised an error, and the collective that it called."""
+    """The line of the program that raised an error, and the collective in it."""
     collective = line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

@@ -77,7 +77,7 @@ class Decision:
         return cls(*values)
 
     def error(self, wait: Deadline, rank: int, size: int) -> ReloadpgError:
-        """Build the error that ``rank`` raises for a decision that ends the operation.
+        """Build the error that ``rank`` raises for the end of the operation.
 
         Args:
             wait: the operation, the phase at which it has ended, and the timeout.

@@ -6,7 +6,7 @@ commands of the generators of :mod:`.protocol` (:meth:`Rendezvous.drive`), each 
 rendezvous, and not the other way round: how an operation waits is a function that it passes.
 
 The timeout limits waiting, not work. A rank that has released or rebuilt a group increments a
-counter on the store, and every rank that sees a change restarts its timeout.
+counter on the store. Every rank restarts its timeout when it sees a change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PREFIX = "reloadpg"
 """Prefix of the keys of a job."""
 
 _REQUESTS_S = 5.0
-"""Seconds for the requests that count a job; minimum for requests that notify of a failure."""
+"""Seconds for the requests that count a job; minimum for notifications of a failure."""
 
 _BRIEF_S = 0.5
 """Seconds to read whether a recovery was requested, and of the first wait for a key before all
@@ -54,7 +54,7 @@ _SILENT_S = 10.0
 """Seconds until an unresponsive store is asked again whether a recovery was requested."""
 
 _READ_S = 0.2
-"""Seconds within which a rank that waits at a barrier reads how it has ended, unless it polls."""
+"""Seconds within which a rank waiting at a barrier reads how it has ended, unless it polls."""
 
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
@@ -121,8 +121,8 @@ class Rendezvous:
 
         All ranks call this when the job begins: the first operation may be called by some ranks
         only, and later another job may use the store's port. It also starts the thread that sends
-        the requests: a process that can start no other one later can notify the other ranks. If it
-        fails, the first operation does it.
+        the requests: if the process can start no other one later, it can still notify the other
+        ranks. If it fails, the first operation does it.
         """
         if not self.state.job:
             with suppress(ReloadpgError):

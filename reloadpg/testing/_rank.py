@@ -43,7 +43,7 @@ LOADING = "RELOADPG_RANK_LOADING"
 GRACE = 1.0
 """Seconds after the first failure for the other ranks to fail by themselves."""
 STACK_LIMIT = 2.0
-"""Seconds for the Python stacks of ranks that hang, and for the exit of ranks that returned."""
+"""Seconds for the Python stacks of ranks that hang, and for the exit of the others."""
 KILL_LIMIT = 10.0
 """Seconds to wait for killed processes; only uninterruptible I/O takes that long."""
 
@@ -230,8 +230,8 @@ class _Supervisor:
     def _stop_hanging(self) -> None:
         """Stop the ranks that still run, with their Python stacks; then let the others exit.
 
-        In this order: a rank that waits for one that has returned would see the end of its process
-        and blame that.
+        In this order: a rank waiting for one that has returned would see the end of its process and
+        blame that.
         """
         running = [rank for rank in self._ranks if rank.running]
         for rank in running:

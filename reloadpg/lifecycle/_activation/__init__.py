@@ -22,7 +22,7 @@ def activate() -> None:
     """Install reloadpg if ``RELOADPG_AUTOINSTALL`` requests it, as a call without options does.
 
     Do not assume that reloadpg is installed because the variable is set: an error is one line on
-    stderr, so that ``import torch`` cannot fail. Call ``reloadpg.is_installed()``. A misspelt name
+    stderr, since ``import torch`` must not fail. Call ``reloadpg.is_installed()``. A misspelt name
     of the variable is an error, too. Local; idempotent; raises only ``KeyboardInterrupt``.
     """
     value = os.environ.get(_SWITCH, "")

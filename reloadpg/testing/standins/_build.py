@@ -368,7 +368,7 @@ class _Builder:
 
 
 def _versions(symbols: set[tuple[str, str]], own: set[str]) -> str:
-    """A linker script that gives symbols the versions that torch needs, and hides all others."""
+    """A linker script: symbols get the versions that torch needs, and all others are hidden."""
     by_version: dict[str, set[str]] = defaultdict(set)
     for symbol, version in symbols:
         by_version[version].add(symbol)
