@@ -23,3 +23,11 @@ def skip_in_compiled_code(functions: Iterable[Any], *, callees: bool = False) ->
     skip = eval_frame._FrameExecStrategy(action.SKIP, rest)
     for function in functions:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+def skip_methods_in_compiled_code(*classes: type) -> None:
+    """Exclude the methods and properties of these classes, as above."""
+    for cls in classes:
+        members = vars(cls).values()
+        functions = [function for one in members for function in (one, getattr(one, "fget", None))]
+        skip_in_compiled_code(function for function in functions if hasattr(function, "__code__"))

@@ -183,18 +183,16 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     tables = cast(Any, _c10d._world)
     by_group, tags = _read_by_group(tables), tables.tags_to_pg
     for table in by_group:
-        entry = table.pop(inner, None)
-        if entry is not None:
-            table[proxy] = entry
+        if inner in table:
+            table[proxy] = table.pop(inner)
     name, tag = by_group[_NAMES][proxy], by_group[_TAGS].get(proxy)
     with _changing_lists:
         for groups in (tags.get("", []), tags.get(tag, []) if tag else []):
             # Torch appends: a new group is the last. Its index does not change here.
-            index = len(groups) - 1
-            while index >= 0 and groups[index] is not inner:
-                index -= 1
-            if index >= 0:
-                groups[index] = proxy
+            for index in range(len(groups) - 1, -1, -1):
+                if groups[index] is inner:
+                    groups[index] = proxy
+                    break
     _cpp._unregister_process_group(name)
     _cpp._register_process_group(name, proxy)
     if tables.default_pg is inner:

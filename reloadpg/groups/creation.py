@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -144,40 +144,37 @@ class Construction:
     Attributes:
         call: the call that created it; of a group passed to ``register_group()``, the one that
             rebuilds it.
-        name: the group's stable name, as torch gave it the first time.
-        members: global ranks, in the order of their group ranks, as torch has them.
-        backend: the requested backend (``nccl``, ``cpu:gloo,cuda:nccl``).
-        devices: backend by device type.
+        entry: its entries in c10d's tables, with the name that torch gave it the first time.
         selected: the device types whose backend is released and rebuilt.
+        rank: the group rank of this process.
         defaults: ``pg_options`` and timeout if the call has none: the group's, or None.
         place: the sort key, if it does not follow from the name.
     """
 
     call: Call
-    name: str
-    members: Collection[int]
-    backend: str
-    devices: Mapping[str, str]
+    entry: tables.Entry
     selected: tuple[str, ...]
     rank: int
-    desc: str = ""
     defaults: tuple[object, timedelta | None] = (None, None)
     place: Order | None = None
 
-    @classmethod
-    def recorded(
-        cls,
-        call: Call,
-        group: ProcessGroup,
-        entry: tables.Entry,
-        selected: tuple[str, ...],
-        defaults: tuple[object, timedelta | None] = (None, None),
-        place: Order | None = None,
-    ) -> Construction:
-        """The record of a live group with these entries in c10d's tables. Local."""
-        name, ranks, backend, _, desc = entry
-        rank, devices = group.rank(), entry.devices
-        return cls(call, name, ranks, backend, devices, selected, rank, desc, defaults, place)
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def desc(self) -> str:
+        return self.entry.desc
+
+    @property
+    def backend(self) -> str:
+        """The requested backend (``nccl``, ``cpu:gloo,cuda:nccl``)."""
+        return self.entry.backend
+
+    @property
+    def devices(self) -> Mapping[str, str]:
+        """The backend of each device type."""
+        return self.entry.devices
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -185,7 +182,7 @@ class Construction:
 
         Torch keeps the caller's values, which may be integers of NumPy or tensors.
         """
-        return tuple(map(int, self.members))
+        return tuple(map(int, self.entry.ranks))
 
     @cached_property
     def order(self) -> Order:
@@ -206,7 +203,7 @@ class Construction:
 
     @property
     def size(self) -> int:
-        return len(self.members)
+        return len(self.entry.ranks)
 
     @property
     def is_world(self) -> bool:

@@ -135,14 +135,13 @@ def _control(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _carried(self: Any, *args: Any, **kwargs: Any) -> Any:
     result = self._inner.METHOD(*args, **kwargs)
-    managed = self._managed
-    managed.calls = (*managed.calls, ("METHOD", args, kwargs))
+    self._managed.carried.add_call("METHOD", args, kwargs)
     return result
 
 
 def _removal(self: Any, *args: Any, **kwargs: Any) -> Any:
     result = self._inner.METHOD(*args, **kwargs)
-    self._managed.forget_hook("METHOD", *args, **kwargs)
+    self._managed.carried.forget_hook("METHOD", *args, **kwargs)
     return result
 
 
@@ -176,4 +175,4 @@ for _template, _names in (
     for _name in _NAMES & _names:
         _member = from_template(_template, _name, globals())
         setattr(Dispatch, _name, property(_member) if _template is _query else _member)
-compiling.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))
+compiling.skip_methods_in_compiled_code(Dispatch)

@@ -8,42 +8,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ..c10d import backends, compiling, creation, tables
-from ..reports import Borrowed
+from .carried import Carried
 from .creation import Construction
 from .dispatch import Dispatch
+from .loans import Loans
 from .offloaded import GroupState, Offloaded, UnderWay
 from .sets import TRAINER
 
 if TYPE_CHECKING:
     from ..c10d.backends import CppBackend
 
-
-@dataclass
-class Loan:
-    """What one line of a program has taken of a group, of the newest generation: see `.borrowed`.
-
-    Attributes:
-        known: the thing, and the module that took it.
-        things: the objects, while they are referenced; None if that cannot be known.
-    """
-
-    known: Borrowed
-    things: WeakSet[Any] | None
-
-    def end(self) -> None:
-        """The generation has ended. Local, idempotent."""
-        self.known = replace(self.known, ended=True)
+T = TypeVar("T")
 
 
 @dataclass
@@ -51,12 +34,14 @@ class History:
     """Record of a group's offloads and reloads.
 
     Attributes:
+        names: names of the generations that have keys in the job's store.
         strategy: strategy of the last release; empty before the first one.
         held_bytes: bytes that its communicator held then, as the backend reported them, or None.
         suspended_bytes: the part of these bytes that a suspend releases.
         reason: the reason for that strategy, if there was one.
     """
 
+    names: tuple[str, ...]
     strategy: str = ""
     held_bytes: int | None = None
     suspended_bytes: int = 0
@@ -72,6 +57,32 @@ class History:
         """Record that the group was rebuilt, however it was released. Local."""
         self.strategy = "recreate"
 
+    def begin(self, name: str) -> None:
+        """Record the name of a generation that is about to be created. Local."""
+        self.names = (*self.names, name)
+
+    def take_names(self) -> tuple[str, ...]:
+        """Return the names of all generations so far, once: their keys are deleted. Local."""
+        names, self.names = self.names, ()
+        return names
+
+
+class _OnFirstUse(Generic[T]):
+    """An attribute of a group that is created when it is first read, from any thread.
+
+    Every member has one record for each of its groups, and most need none of these attributes.
+    """
+
+    def __init__(self, create: Callable[[ManagedGroup], T]) -> None:
+        self._create = create
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, group: ManagedGroup, _: type) -> T:
+        found: T = group.__dict__.setdefault(self._name, self._create(group))
+        return found
+
 
 class ManagedGroup:
     """The record of one reloadable group. Local; the lifecycle makes its steps collective.
@@ -82,44 +93,30 @@ class ManagedGroup:
     Attributes:
         construction: the record of its creation.
         current: the live group that torch created, or the placeholder.
-        target: what the proxy dispatches to: ``current``, or a placeholder while an operation has
-            exclusive use of the group.
-        backend_name: what the proxy's ``name()`` returns.
-        desc: the group's description.
-        names_in_store: names of the generations that have keys in the job's store.
         set_name: the set that it belongs to.
         generation: the job's number of reloads, of any set, when its communicator was built; 0 if
             the original call has built it.
         under_way: the operation whose threads have exclusive use of the group; None if there is
             none.
-        loans: what its callers have taken, by kind, file and line.
-        records: whether what its callers take out of it is recorded.
-        calls: methods that were called on the live group, to repeat on the next one.
+        carried: the settings that each new generation gets.
+        history: the record of its offloads and reloads.
+        loans: what other code has taken out of it.
     """
 
-    # Every member creates one instance for each of its groups. To keep that cheap, the initial
-    # values of mutable attributes are in the class.
+    construction: Construction
     set_name = TRAINER
     generation = 0
     under_way: UnderWay | None = None
     _before_end: Callable[[], object] | None = None
-    records = True
-    _history: History | None = None
 
-    # Changes made to the live group after its creation, which are carried over to the next one.
-    calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
-    symm_mem: Any = None
-    _timeouts: Mapping[str, timedelta] = MappingProxyType({})
+    carried = _OnFirstUse(lambda group: Carried(group.construction))
+    history = _OnFirstUse(lambda group: History((group.name,)))
+    loans = _OnFirstUse(lambda group: Loans())
 
     def __init__(self, proxy: Dispatch, inner: ProcessGroup, construction: Construction) -> None:
         self._proxy = weakref.ref(proxy)
         self.current: Any = inner
-        self.target: Any = inner
         self.construction = construction
-        self.desc = construction.desc
-        self.backend_name = inner.name()
-        self.names_in_store = [construction.name]
-        self.loans: dict[tuple[str, str, int], Loan] = {}
 
     @property
     def proxy(self) -> Dispatch:
@@ -134,9 +131,18 @@ class ManagedGroup:
         return self.construction.name
 
     @property
+    def desc(self) -> str:
+        return self.carried.desc
+
+    @property
     def state(self) -> GroupState:
         """The state, as the threads find it that may use the group."""
         return self.current.state if isinstance(self.current, Offloaded) else GroupState.LIVE
+
+    @property
+    def live(self) -> Any:
+        """The live group that torch created; None if there is none."""
+        return None if isinstance(self.current, Offloaded) else self.current
 
     @property
     def is_live(self) -> bool:
@@ -147,21 +153,6 @@ class ManagedGroup:
     def last_error(self) -> str:
         """Why it failed; empty if it did not."""
         return self.current.reason if isinstance(self.current, Offloaded) else ""
-
-    @property
-    def history(self) -> History:
-        """Release history, created on first use."""
-        history = self._history
-        if history is None:  # two threads may be here at once
-            history = self.__dict__.setdefault("_history", History())
-        return history
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether completion hooks were registered."""
-        # The live group is not queried: torch writes a warning to stderr for a group without a
-        # default backend, such as a mixed group.
-        return any(name == backends.COMPLETION_HOOK for name, *_ in self.calls)
 
     def __repr__(self) -> str:
         ranks = self.construction.ranks
@@ -182,13 +173,12 @@ class ManagedGroup:
 
     @property
     def kept(self) -> ProcessGroup | None:
-        """The backends that stay alive while the group is offloaded, if any."""
-        kept: ProcessGroup | None = self.target.kept
-        return kept
+        """The backends that stay alive while the group is offloaded; None if there are none."""
+        return self.current.kept if isinstance(self.current, Offloaded) else None
 
     def release_kept(self) -> None:
         """Drop the backends that stay alive while the group is offloaded."""
-        self.target.kept = None
+        self._put(Offloaded(self, self.state, reason=self.last_error))
 
     def memory_stats(self) -> dict[str, int] | None:
         """Return the bytes that the communicator reports, by NCCL's names; None if unknown.
@@ -230,43 +220,42 @@ class ManagedGroup:
         # A suspended group was remembered when it was suspended, and its backends lack a timeout
         # that was set since.
         if self.is_live:
-            self._remember(inner)
+            self.carried.remember(inner)
         self._put(Offloaded(self, state, self._kept_group(inner), reason=reason))
-        self._end_loans()
+        self.loans.end()
         tables.drop_generation(self.proxy)
         return inner
 
     def attach(self, inner: ProcessGroup, generation: int) -> None:
         """Make a rebuilt group the live one, with the settings of its predecessor."""
         proxy = self.proxy
-        # All settings come before `_make_live`. Another thread may use the group from then on, and
-        # a call that raises here leaves the placeholder in place.
-        if isinstance(self.current, Offloaded) and self.current.kept is not None:
-            backends.add_backends(inner, self._kept_backends(self.current.kept))
+        # All settings come before `_put`. Another thread may use the group from then on, and a call
+        # that raises here leaves the placeholder in place.
+        if self.kept is not None:
+            backends.add_backends(inner, self._kept_backends(self.kept))
         tables.take_generation(inner, proxy)
-        backends.set_timeouts(inner, self._timeouts)
         if self.construction.is_world:
             creation.complete_ranks(inner, tuple(self.construction.devices))
         if inner.bound_device_id != proxy.bound_device_id:
             inner.bound_device_id = proxy.bound_device_id
-        for name, args, kwargs in self.calls:
-            getattr(inner, name)(*args, **kwargs)
-        self._make_live(inner)
+        self.carried.repeat_calls(inner)
+        self.carried.apply(inner)
+        self._put(inner)
         self.generation = generation
 
     def suspend(self) -> Any:
         """Replace the live group by a placeholder that keeps it; the caller suspends it."""
         inner = self.current
-        self._remember(inner)
+        self.carried.remember(inner)
         kept = self._kept_group(inner)
         self._put(Offloaded(self, GroupState.SUSPENDED, kept, suspended=inner))
         return inner
 
     def resume(self) -> None:
-        """Make the suspended group the live one again, with the timeouts set since."""
-        inner = self.current.suspended
-        backends.set_timeouts(inner, self._timeouts)
-        self._make_live(inner)
+        """Make the suspended group the live one again, with what was set since."""
+        inner = self.communicator
+        self.carried.apply(inner)
+        self._put(inner)
 
     def fail(self, reason: str) -> None:
         """Mark an offloaded group as failed, with the reason."""
@@ -275,15 +264,6 @@ class ManagedGroup:
     def fall_back(self, generation: int) -> None:
         """Set the generation after an operation that failed, as all members do. Local."""
         self.generation = generation
-
-    def forget_hook(self, removal: str, hook_id: int) -> None:
-        """Do not register a hook on the next generation. Local, idempotent."""
-        name = removal.removeprefix("un")
-        self.calls = tuple(
-            call
-            for call in self.calls
-            if call[0] != name or hook_id not in (*call[1][:1], call[2].get("hook_id"))
-        )
 
     def clear_failure(self) -> None:
         """Mark a failed group as offloaded, after a completed offload. Idempotent."""
@@ -311,7 +291,7 @@ class ManagedGroup:
         placeholder = self.current if isinstance(self.current, Offloaded) else None
         inner = self.current if placeholder is None else placeholder.kept
         self._put(Offloaded(self, GroupState.DESTROYED))
-        self._end_loans()
+        self.loans.end()
         if placeholder is not None and placeholder.suspended is not None:
             placeholder.suspended.abort()  # a shutdown would need the peers
         elif inner is not None:
@@ -320,8 +300,8 @@ class ManagedGroup:
 
     def disown(self) -> Any:
         """In a forked child: refuse the parent's communicator, and return all that refers to it."""
-        parents = self.current, self.target
-        self.loans = {}
+        parents = self.current, getattr(self._proxy(), "_inner", None)
+        self.loans.clear()
         self.under_way = None
         reason = "This process was forked, and the communicator is its parent's."
         remedy = "Use it in the parent, or start the child with the 'spawn' method."
@@ -332,11 +312,7 @@ class ManagedGroup:
 
     def current_timeouts(self) -> dict[str, timedelta]:
         """Return the timeouts by device type: of the live group, or of the next generation."""
-        if self.is_live:
-            # Not every backend reports its timeout; a timeout that was set here is known.
-            reported = backends.get_timeouts(self.current, tuple(self.construction.devices))
-            return {**self._timeouts, **reported}
-        return dict(self._timeouts)
+        return self.carried.timeouts_of(self.live)
 
     def set_timeout(self, timeout: timedelta, *, kept: bool = True) -> None:
         """Set the timeout of the backends, now or from the next generation on.
@@ -346,17 +322,10 @@ class ManagedGroup:
             kept: whether backends that stay alive in an offload get it, too.
         """
         devices = self.construction.devices if kept else self.construction.selected
-        timeouts = dict.fromkeys(devices, timeout)
-        live = self.current if self.is_live else self.current.kept
-        if live is not None:
-            backends.set_timeouts(live, timeouts)
-        self._timeouts = {**self._timeouts, **timeouts}
+        alive = self.current if self.is_live else self.kept
+        self.carried.set_timeouts(dict.fromkeys(devices, timeout), alive)
 
     # -- steps of the above -----------------------------------------------------------------
-
-    def _end_loans(self) -> None:
-        for loan in list(self.loans.values()):
-            loan.end()
 
     def _put(self, current: Any) -> None:
         """Dispatch to this live group or placeholder from now on."""
@@ -364,27 +333,13 @@ class ManagedGroup:
         if self.under_way is not None and self.state is not GroupState.DESTROYED:
             # A failure of another rank may still release the group, so only the operation's threads
             # use it. The backends that stay alive in an offload serve all threads.
-            is_placeholder = isinstance(current, Offloaded)
-            kept = current.kept if is_placeholder else self._kept_group(current)
+            kept = self._kept_group(current) if self.is_live else self.kept
             target = Offloaded(
                 self, GroupState.RESERVED, kept, under_way=self.under_way, current=current
             )
-        self.target = target
         proxy = self._proxy()
         if proxy is not None:  # the program may have deleted it during the operation
             proxy._inner = target
-
-    def _make_live(self, inner: Any) -> None:
-        backends.set_desc(inner, self.desc)
-        if self.symm_mem:
-            inner.use_pg_for_symm_mem_rendezvous = self.symm_mem
-        self._put(inner)
-
-    def _remember(self, inner: Any) -> None:
-        self._timeouts = self.current_timeouts()
-        # A Python backend has no C++ backend, and torch's getter then raises.
-        with suppress(RuntimeError):
-            self.symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", self.symm_mem)
 
     def _kept_group(self, inner: Any) -> ProcessGroup | None:
         if not self.construction.is_mixed:
@@ -398,9 +353,4 @@ class ManagedGroup:
         return {device: (self.construction.devices[device], b) for device, b in live.items()}
 
 
-compiling.skip_in_compiled_code(
-    function
-    for member in vars(ManagedGroup).values()
-    for function in (member, getattr(member, "fget", None))
-    if hasattr(function, "__code__")
-)
+compiling.skip_methods_in_compiled_code(_OnFirstUse, ManagedGroup)

@@ -99,9 +99,10 @@ class UnderWay:
 
 
 class Owner(Protocol):
-    """What a placeholder uses of its group's record."""
+    """What a placeholder and the record of loans use of their group's record."""
 
     set_name: str
+    generation: int
     construction: Construction
 
     @property
@@ -242,4 +243,4 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 for _name in DISPATCHED | REMOVALS:
     setattr(Offloaded, _name, _refusing(_name))
-compiling.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))
+compiling.skip_methods_in_compiled_code(Offloaded)

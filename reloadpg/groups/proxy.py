@@ -3,7 +3,7 @@
 Do not assume:
 
 * that a backend object (``group._get_backend(device)``) outlives an offload. It belongs to one
-  generation (:mod:`.borrowed`); get it again after a reload.
+  generation (:mod:`.loans`); get it again after a reload.
 * that the proxy's C++ object has a backend. C++ code that requests one finds none; torch itself
   calls methods that find the live group.
 * that another group replaces it while it is offloaded. Every operation that needs a communicator
@@ -15,16 +15,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ..c10d import backends, compiling, creation, tables
 from ..errors import GroupPickleError
-from .borrowed import OURS, THROUGH, take
 from .creation import Construction
 from .dispatch import Dispatch, from_template
+from .loans import OURS, THROUGH
 from .managed import ManagedGroup
 from .offloaded import GroupState as GroupState
 
@@ -51,13 +51,15 @@ class ReloadableProcessGroup(Dispatch):
     _managed: ManagedGroup
 
     def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
-        self._rank, self._size = construction.rank, len(construction.members)
+        self._rank, self._size = construction.rank, len(construction.entry.ranks)
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
         ProcessGroup.__init__(self, self._rank, self._size)  # type: ignore[call-arg, arg-type]
+        self._name = inner.name()
         self._inner = inner
         self._managed = ManagedGroup(self, inner, construction)
-        if construction.desc != "undefined":  # torch's default, which no C++ code reads
-            _SET_DESC(self, construction.desc)
+        desc = construction.entry.desc
+        if desc != "undefined":  # torch's default, which no C++ code reads
+            _SET_DESC(self, desc)
         device = inner.bound_device_id
         if device is not None:
             # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
@@ -91,7 +93,7 @@ class ReloadableProcessGroup(Dispatch):
         return self._managed.desc
 
     def name(self) -> str:
-        return self._managed.backend_name
+        return self._name
 
     _get_backend_name = name
 
@@ -100,31 +102,27 @@ class ReloadableProcessGroup(Dispatch):
         # Torch's creating functions read WORLD's backends; a replay needs none.
         if creation.is_creating():
             return []
-        managed = self._managed
-        if managed.is_live:
-            return backends.device_types(managed.current)
-        return [torch.device(device) for device in managed.construction.devices]
+        if (live := self._managed.live) is not None:
+            return backends.device_types(live)
+        return [torch.device(device) for device in self._managed.construction.devices]
 
     def _bind_device(self, device: Any) -> None:
         _BOUND_DEVICE.__set__(self, device)
-        if self._managed.is_live:
-            self._managed.current.bound_device_id = device
+        if (live := self._managed.live) is not None:
+            live.bound_device_id = device
 
     # Every barrier reads it, so it is torch's getter, without a call into Python.
     bound_device_id = property(_BOUND_DEVICE.fget, _bind_device)
 
     @property
     def use_pg_for_symm_mem_rendezvous(self) -> Any:
-        managed = self._managed
-        return (
-            managed.current.use_pg_for_symm_mem_rendezvous if managed.is_live else managed.symm_mem
-        )
+        if (live := self._managed.live) is not None:
+            return live.use_pg_for_symm_mem_rendezvous
+        return self._managed.carried.symm_mem
 
     @use_pg_for_symm_mem_rendezvous.setter
     def use_pg_for_symm_mem_rendezvous(self, value: Any) -> None:
-        self._managed.symm_mem = value
-        if self._managed.is_live:
-            self._managed.current.use_pg_for_symm_mem_rendezvous = value
+        self._managed.carried.set_symm_mem(value, self._managed.live)
 
     def get_group_store(self) -> Any:
         return tables.store_of(self)
@@ -137,25 +135,23 @@ class ReloadableProcessGroup(Dispatch):
             )
 
     def _set_group_desc(self, desc: str) -> None:
-        self._managed.desc = desc
         _SET_DESC(self, desc)  # the C++ object's
-        if self._managed.is_live:
-            backends.set_desc(self._managed.current, desc)
+        self._managed.carried.set_desc(desc, self._managed.live)
 
     def _has_hooks(self) -> bool:
-        return self._managed.has_hooks
+        return self._managed.carried.has_hooks
 
     def _wait_for_pending_works(self) -> None:
-        if self._managed.is_live:
-            backends.await_hooks(self._managed.current)
+        if (live := self._managed.live) is not None:
+            backends.await_hooks(live)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of all backends, now or from the next generation on. Local."""
         self._managed.set_timeout(timeout)
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        if self._managed.is_live:  # it applies to pending collectives only
-            self._managed.current._add_ephemeral_timeout(timeout)
+        if (live := self._managed.live) is not None:  # it applies to pending collectives only
+            live._add_ephemeral_timeout(timeout)
 
     def __copy__(self) -> ReloadableProcessGroup:
         return self
@@ -176,7 +172,7 @@ class ReloadableProcessGroup(Dispatch):
 
         Waits for a running operation that was started with ``wait=False``.
         """
-        if self._managed.has_hooks:
+        if self._has_hooks():
             self._wait_for_pending_works()
         self._managed.destroy(lambda inner: inner.shutdown())
 
@@ -193,11 +189,12 @@ def managed(group: object) -> ManagedGroup | None:
     return group._managed if isinstance(group, ReloadableProcessGroup) else None
 
 
-# -- what leaves a group: see .borrowed ---------------------------------------------------------
+# -- what leaves a group: see .loans ---------------------------------------------------------
 
 
 def _taken(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return take(self._managed, "METHOD", self._inner.METHOD(*args, **kwargs))
+    value = self._inner.METHOD(*args, **kwargs)
+    return self._managed.loans.take(self._managed, "METHOD", value)
 
 
 def _taken_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +206,7 @@ def _taken_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
     name = caller.f_globals.get("__name__", "")
     if name.startswith(OURS) and caller.f_code.co_name not in THROUGH:
         return backend
-    return take(self._managed, "METHOD", backend)
+    return self._managed.loans.take(self._managed, "METHOD", backend)
 
 
 for _template, _names in (
@@ -224,12 +221,7 @@ for _name in ("get_group_store", "set_timeout", "use_pg_for_symm_mem_rendezvous"
     if not hasattr(ProcessGroup, _name):  # before torch 2.9 to 2.15
         delattr(ReloadableProcessGroup, _name)
 
-compiling.skip_in_compiled_code(
-    cast(Any, function)
-    for member in vars(ReloadableProcessGroup).values()
-    for function in (member, getattr(member, "fget", None))
-    if hasattr(function, "__code__")
-)
+compiling.skip_methods_in_compiled_code(ReloadableProcessGroup)
 
 
 def find_group(name: str, ranks: tuple[int, ...] = ()) -> ProcessGroup:

@@ -66,7 +66,7 @@ def register_group(
         )
     entry, place = tables.entry_of(group), (*HANDED_OVER, tables.name_of(group))
     call, devices = Call(rebuild, (), {}), tuple(entry.devices)
-    construction = Construction.recorded(call, group, entry, devices, place=place)
+    construction = Construction(call, entry, devices, group.rank(), place=place)
     proxy = ReloadableProcessGroup(group, construction)
     proxy._managed.join(set_name)
     return proxy

@@ -185,9 +185,8 @@ def _manage(
         creation.forget_parent(parents[0])
     if call.kwargs or len(call.args) > 1:
         call.forget_parent()  # the split is done
-    proxy = ReloadableProcessGroup(
-        group, Construction.recorded(call, group, entry, devices, parents)
-    )
+    construction = Construction(call, entry, devices, group.rank(), parents)
+    proxy = ReloadableProcessGroup(group, construction)
     if set_name != TRAINER:
         proxy._managed.join(set_name)
     return proxy
@@ -221,7 +220,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
         call = Call(creation.original("init_process_group"), (), {})
         timeout = next(iter(backends.get_timeouts(world, devices).values()), None)
         defaults = backends.options_of(world, devices), timeout
-    construction = Construction.recorded(call, world, entry, devices, defaults, WORLD_ORDER)
+    construction = Construction(call, entry, devices, world.rank(), defaults, WORLD_ORDER)
     creation.complete_ranks(world, tuple(entry.devices))
     proxy = ReloadableProcessGroup(world, construction)
     return proxy

@@ -52,7 +52,7 @@ class Releases:
             # Detached first: a collective of another thread must find the placeholder, and not
             # a communicator that is being destroyed.
             group.detach()
-        if group.has_hooks:
+        if group.carried.has_hooks:
             backends.await_hooks(inner)
         # An abort of this engine waits for the lock that its destroy holds, and then uses the
         # communicator that was destroyed. The destroy ends when the peers abort theirs.

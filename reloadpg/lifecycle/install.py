@@ -11,7 +11,7 @@ from typing import Any
 
 from ..c10d import nccl, tables
 from ..errors import InvalidOptionError, PatchConflictError
-from ..groups.borrowed import POLICIES
+from ..groups.loans import POLICIES
 from ..groups.patches import Patches
 from ..groups.registry import registry
 from ..groups.selection import Selection

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from ..groups.managed import ManagedGroup
+from ..groups.loans import Loans
 from ..groups.patches import Patches
 from ..groups.registry import registry
 from ..groups.selection import Selection
@@ -67,7 +67,7 @@ class Installation:
         """Put it in place: the patches are applied. ``variables`` have their earlier values."""
         self.options, self.patches, self._variables = options, patches, variables
         registry.select(options.selection)
-        ManagedGroup.records = options.borrowed != "ignore"
+        Loans.record(options.borrowed != "ignore")
         os.environ.update({name: value for name, (value, _) in variables.items()})
 
     def reselect(self, selection: Selection) -> None:

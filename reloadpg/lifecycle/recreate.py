@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ..c10d import backends, devices, nccl, stores, tables
 from ..errors import BorrowedError
-from ..groups.borrowed import borrowed, forget, is_of
+from ..groups.loans import is_of
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.proxy import ReloadableProcessGroup
@@ -58,7 +58,7 @@ def let_go_of(op: Operation, live: list[ManagedGroup], due: list[Callback]) -> l
     call_callbacks(op, [*due, *for_groups(callbacks.offload, live)])
     for group in live:
         for package in callbacks.packages_of(group.proxy):  # it has dropped what it has taken
-            forget(group, package)
+            group.loans.forget(package)
     return [group for group in live if group.is_live]
 
 
@@ -123,7 +123,7 @@ def _refuse_borrowed(groups: Sequence[ManagedGroup], policy: str) -> None:
     held = []
     for group in groups:
         dropped = callbacks.packages_of(group.proxy)
-        for loan in borrowed([group]):
+        for loan in group.loans.held():
             if loan.raw and not loan.ended and not any(is_of(loan, name) for name in dropped):
                 held.append(str(loan))
     if held:
@@ -183,7 +183,7 @@ class Rebuilds:
         suffix = f"{op.scope.generation}.{op.round.label}"
         self._names = {group: group.construction.name_of_generation(suffix) for group in gone}
         for group, name in self._names.items():
-            group.names_in_store.append(name)
+            group.history.begin(name)
 
     def create(self, group: ManagedGroup, wanted: CancelToken, index: int) -> None:
         """Replay the creation of a group without a communicator, and connect it if wanted."""
@@ -263,7 +263,6 @@ def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:
 
     Call it before a rebuild, when no member uses the earlier generations.
     """
-    names, group.names_in_store = group.names_in_store, []
     construction = group.construction
     devices = construction.devices if group.kept is None else construction.released
     if len(set(construction.devices.values())) == 1:
@@ -272,6 +271,6 @@ def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:
     under = "" if construction.is_world else f"{tables.name_of(world)}//"
     return [
         under + key
-        for name in names
+        for name in group.history.take_names()
         for key in stores.rendezvous_keys(name, devices, construction.rank, len(construction.ranks))
     ]

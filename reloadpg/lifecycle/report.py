@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ..c10d import memory
-from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.registry import registry
 from ..reports import GroupReport, RankFault, Report, Span, groups_of_one_rank
@@ -128,5 +127,6 @@ class Record:
         elif self.groups and not self._kind.whole:
             yield from dropped_groups(scope.planned.values())
         yield from (f"{entry}: its memory is not free" for entry in job.unfinished if entry.runs())
-        held = borrowed([g for g in registry.managed() if g.set_name in scope.chosen])
+        chosen = [group for group in registry.managed() if group.set_name in scope.chosen]
+        held = [one for group in chosen for one in group.loans.held()]
         yield from (text for loan in held if (text := loan.consequence))

@@ -9,7 +9,6 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from ..c10d import backends, memory, nccl, tables
-from ..groups.borrowed import borrowed
 from ..groups.managed import ManagedGroup
 from ..groups.offloaded import GroupState
 from ..groups.registry import registry
@@ -62,7 +61,7 @@ def _status(asks: bool) -> Status:
         bypassed_groups=bypassed_groups(asks),
         running=jobs.progress(),
         sets=_sets(job, shown),
-        borrowed=borrowed(groups),
+        borrowed=tuple(one for group in groups for one in group.loans.held()),
         off=registry.off,
     )
 

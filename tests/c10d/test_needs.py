@@ -38,6 +38,7 @@ OTHERS = {
 
 GROUPS = {
     "groups/borrowed.py",
+    "groups/loans.py",
     "groups/dispatch.py",
     "groups/offloaded.py",
     "groups/proxy.py",

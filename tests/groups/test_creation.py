@@ -95,7 +95,7 @@ def test_a_split_is_replayed_as_a_new_group(options):
 def test_a_split_has_its_parents_options_and_timeout_without_its_own(given):
     parents = "the parent's", timedelta(seconds=7)
     call = Call(_record, (), given)
-    made = Construction(call, "7", {0: 0}, "gloo", {}, (), 0, "", parents)
+    made = Construction(call, tables.Entry("7", {0: 0}, "gloo", ""), (), 0, parents)
     assert (made.options, made.timeout) == (("own", timedelta(seconds=5)) if given else parents)
 
 

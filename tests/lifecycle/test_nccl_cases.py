@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from reloadpg.c10d import stores
+from reloadpg.c10d.tables import Entry
 from reloadpg.groups.creation import WORLD_ORDER, Call, Construction
+from reloadpg.groups.managed import History
 from reloadpg.lifecycle.recreate import spent_keys
 
 
@@ -45,13 +47,12 @@ def test_keys_of_gloo(rank: int) -> None:
     """
     made = Construction(
         Call(print, (), {}),
-        *("0", (0, 1), "gloo"),
-        {"cpu": "gloo", "cuda": "gloo"},
+        Entry("0", (0, 1), "gloo", "cpu:gloo,cuda:gloo"),
         ("cpu", "cuda"),
         rank,
         place=WORLD_ORDER,
     )
-    group: Any = SimpleNamespace(construction=made, kept={}, names_in_store=["0", "0@1.1.0"])
+    group: Any = SimpleNamespace(construction=made, kept={}, history=History(("0", "0@1.1.0")))
     assert spent_keys(group, group) == [
         f"{name}//{place}0/{rank}" for name in ("0", "0@1.1.0") for place in ("cpu//", "")
     ]
