@@ -23,7 +23,8 @@ import torch.distributed as dist
 from _output import machine, write_json
 
 from reloadpg.rendezvous.plan import Entry, Plan
-from reloadpg.rendezvous.round import Rendezvous
+from reloadpg.rendezvous.rendezvous import Rendezvous
+from reloadpg.rendezvous.round import Round
 from reloadpg.testing import run_ranks
 from reloadpg.texts import table
 
@@ -83,12 +84,12 @@ def measure(
             counting = Counting(store)
             counters.append(counting)
         rendezvous = Rendezvous(lambda: counting, rank, size, watches=host)
-        rendezvous.open("warm-up", ("enter",), BOUND_S).barrier("enter")
+        Round.open(rendezvous, "warm-up", ("enter",), BOUND_S).barrier("enter")
         for counter in counters:
             counter.operations = 0
         own: list[float] = []
         for _ in range(barriers):
-            turn = rendezvous.open("offload", ("enter", "released"), BOUND_S)
+            turn = Round.open(rendezvous, "offload", ("enter", "released"), BOUND_S)
             begun = time.perf_counter()
             turn.barrier("enter", plan)
             turn.barrier("released")

@@ -25,7 +25,7 @@ from _output import machine, write_json
 from torch.distributed import PrefixStore
 
 from reloadpg.rendezvous.protocol import Await, Delete, Rank, Steps
-from reloadpg.rendezvous.round import PREFIX, perform
+from reloadpg.rendezvous.rendezvous import PREFIX, perform
 
 CLIENTS = 32
 CYCLES = 10

@@ -23,7 +23,8 @@ from ..lifecycle.job import jobs
 from ..observability.logs import name_rank_in_records
 from ..rendezvous.decision import Decision
 from ..rendezvous.plan import Entry, Plan
-from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.rendezvous import Rendezvous
+from ..rendezvous.round import Round
 from ..settings import as_timedelta
 from ..texts import named_ranks, warn
 from ..threads import CancelToken, Deadline, Task
@@ -354,7 +355,7 @@ def _join(
         if difference:
             _refuse(request, rendezvous, difference)
         rendezvous.count_job()  # before the others can count on this process
-    return rendezvous, rendezvous.open(request.operation, _PHASES, seconds)
+    return rendezvous, Round.open(rendezvous, request.operation, _PHASES, seconds)
 
 
 def _refuse(request: Request, rendezvous: Rendezvous, difference: str) -> NoReturn:
@@ -368,7 +369,7 @@ def _refuse(request: Request, rendezvous: Rendezvous, difference: str) -> NoRetu
     with suppress(ReloadpgError):
         now = rendezvous.drive(rendezvous.state.read(), deadline)
         if now.number == rendezvous.state.next:  # else the job has begun, and continues without it
-            rendezvous.open(request.operation, _PHASES, deadline.seconds).refuse(refused)
+            Round.open(rendezvous, request.operation, _PHASES, deadline.seconds).refuse(refused)
     raise refused.error(deadline, rendezvous.rank, rendezvous.size)
 
 
@@ -476,7 +477,7 @@ def adopt(request: Request, world: ProcessGroup, own: OwnGroups) -> DistributedC
         placement = Placement(device, tables.backend_of(world))
         timeout = request.timeout or _timeout_of(world) or tables.default_timeout(placement.backend)
         rendezvous, seconds = rendezvous_of(None, "init_distributed"), request.init_timeout
-        round_ = rendezvous.open(request.operation, _PHASES, seconds.total_seconds())
+        round_ = Round.open(rendezvous, request.operation, _PHASES, seconds.total_seconds())
         creation = _Creation(request, environment.rank, placement, timeout, sizes, own)
         mesh = creation.within(round_)
     return DistributedContext(environment, device, mesh, owned=False, own=own)

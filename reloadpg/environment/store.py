@@ -30,7 +30,8 @@ from ..errors import InvalidOptionError, PeerFailedError, ReloadpgError, Rendezv
 from ..lifecycle.job import Job, jobs
 from ..rendezvous.decision import Decision
 from ..rendezvous.protocol import GaveUp
-from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.rendezvous import Rendezvous
+from ..rendezvous.round import Round
 from ..rendezvous.store_client import StoreClient
 from ..settings import as_timedelta
 from ..texts import named_ranks
@@ -321,7 +322,7 @@ def _meet(group: ProcessGroup | None, purpose: str, what: str, seconds: float) -
     """Reach a barrier on the store. Collective over the group; blocking, with a timeout."""
     rendezvous, watch = rendezvous_of(group, purpose), _Watch(group, what)
     try:
-        with rendezvous.round(what, ("arrive",), seconds, watch) as round_:
+        with Round(rendezvous, what, ("arrive",), seconds, watch) as round_:
             round_.enter()
             round_.barrier("arrive")
     except _PeerLeft as left:

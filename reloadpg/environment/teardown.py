@@ -173,11 +173,12 @@ def _tell_peers(error: BaseException, groups: Sequence[ProcessGroup]) -> None:
     """Make peers raise that wait at these last barriers, or at a barrier within the block."""
     end = time.monotonic() + _TELL_S
     for group in groups:
+        from ..rendezvous.round import Round
         from .store import rendezvous_of
 
         if time.monotonic() < end:
             with suppress(PeerFailedError):  # another rank has left before
-                rendezvous_of(group, "exit").open("exit", ("arrive",), _TELL_S).fail(error)
+                Round.open(rendezvous_of(group, "exit"), "exit", ("arrive",), _TELL_S).fail(error)
 
 
 def abort_groups(groups: list[ProcessGroup]) -> None:

@@ -22,7 +22,7 @@ from ..c10d import stores, tables
 from ..errors import ReloadpgError
 from ..groups.proxy import managed
 from ..groups.registry import registry
-from ..rendezvous.round import Rendezvous
+from ..rendezvous.rendezvous import Rendezvous
 from ..reports import OperationStatus
 from ..threads import Deadline, Task
 from .callbacks import Owed

@@ -122,7 +122,8 @@ class Operation:
     def _new_round(self) -> Round:
         """The next operation of the job, which this rank has not entered yet."""
         seconds = self.options.timeout.total_seconds()
-        return self._known.rendezvous.round(self.name, self.scope.barriers, seconds, self._caller)
+        rendezvous, phases = self._known.rendezvous, self.scope.barriers
+        return Round(rendezvous, self.name, phases, seconds, self._caller)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End it as all ranks do, build the report, and free its groups for other threads."""

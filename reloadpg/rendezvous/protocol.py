@@ -36,7 +36,7 @@ key            value                            written by
 ``job``        number of the newest job         the first rank of that job
 ``jobs/rank``  number of jobs of a rank         that rank
 ``hosts``      the processes of a host          each rank that has counted the job
-``polls``      the number of ranks that poll    each rank that waits long (:mod:`.round`)
+``polls``      the number of ranks that poll    each rank that waits long (``waiting``)
 =============  ===============================  ================================================
 
 All keys except the keys of jobs begin with the number of the job. The keys from ``count`` to

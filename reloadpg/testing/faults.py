@@ -194,10 +194,9 @@ def inject(fault: Fault) -> InjectedFault:
     else:
         handle = InjectedFault(fault)
     if fault.at == "barrier":
-        from reloadpg.rendezvous.round import barrier_hooks
+        from reloadpg.rendezvous.round import on_barrier
 
-        if _at_barrier not in barrier_hooks:
-            barrier_hooks.append(_at_barrier)
+        on_barrier(_at_barrier)
     with _lock:
         _injected.append(handle)
     return handle

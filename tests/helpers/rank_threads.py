@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reloadpg.rendezvous.plan import Entry, Plan
-from reloadpg.rendezvous.round import Rendezvous, Round
+from reloadpg.rendezvous.rendezvous import Rendezvous
+from reloadpg.rendezvous.round import Round
 from reloadpg.threads import CancelToken, Task
 
 FAR = 600.0
@@ -52,7 +53,7 @@ def work(round_: Round, function: Callable[[], object]) -> None:
 
 def two_barriers(rdv: Rendezvous) -> str:
     """One operation: agreement, work, and a second barrier."""
-    round_ = rdv.open("offload", ("enter", "released"), FAR)
+    round_ = Round.open(rdv, "offload", ("enter", "released"), FAR)
     round_.barrier("enter", PLAN)
     work(round_, lambda: None)
     round_.barrier("released")

@@ -17,7 +17,7 @@ from reloadpg.lifecycle.caller import Caller
 from reloadpg.lifecycle.kinds import OFFLOAD
 from reloadpg.lifecycle.offload import release
 from reloadpg.lifecycle.operation import Operation
-from reloadpg.rendezvous.round import barrier_hooks
+from reloadpg.rendezvous.round import on_barrier
 
 INTERRUPTED = 1
 CALLER = tuple(
@@ -118,13 +118,13 @@ def test_a_signal_while_an_operation_waits_ends_it_on_all_ranks(
             else:
                 store.wait(["interrupted"])
 
-    barrier_hooks.append(hook)
+    remove_hook = on_barrier(hook)
     seen = attempt(getattr(reloadpg, name, None) or reloadpg.recovery.recover)
     assert seen.kind == ("KeyboardInterrupt" if rank == INTERRUPTED else "PeerFailedError"), seen
     assert seen.seconds < FAR / 2
     if rank == INTERRUPTED:
         store.set("interrupted", "1")
-    barrier_hooks.clear()
+    remove_hook()
     job.meet("ended")
     touched = (name, phase) not in (("offload", "enter"), ("reload", "enter"))
     states = {"failed"} if touched else {"offloaded"} if name == "reload" else {"live"}

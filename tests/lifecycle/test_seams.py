@@ -22,7 +22,7 @@ from helpers.interrupting import raised_at_call
 import reloadpg
 from reloadpg.lifecycle.block import Block
 from reloadpg.lifecycle.pending import run
-from reloadpg.rendezvous.round import barrier_hooks
+from reloadpg.rendezvous.round import on_barrier
 from reloadpg.testing import run_ranks
 
 INTERRUPTED = 1
@@ -127,7 +127,7 @@ def test_a_second_interrupt_while_the_first_is_handled_leaves_no_operation_runni
 
     signal.signal(signal.SIGINT, first)
     signal.signal(signal.SIGALRM, second)
-    barrier_hooks.append(hook)
+    remove_hook = on_barrier(hook)
     for number in range(40):
         distance, armed = 10e-6 * 1.15**number, [number]
         if rank == 0:
@@ -145,7 +145,7 @@ def test_a_second_interrupt_while_the_first_is_handled_leaves_no_operation_runni
         else:
             assert seen.kind == "PeerFailedError", (number, seen)
         job.meet(f"ended {number}")
-    barrier_hooks.clear()
+    remove_hook()
     reloadpg.reload()
     job.assert_live()
 
@@ -297,9 +297,9 @@ def test_an_interrupt_at_a_last_barrier_that_all_have_passed_owes_the_callbacks(
         if (moment, operation, phase) == ("after", "reload", "done") and rank == INTERRUPTED:
             raise KeyboardInterrupt
 
-    barrier_hooks.append(hook)
+    remove_hook = on_barrier(hook)
     seen = attempt(reloadpg.reload)
-    barrier_hooks.clear()
+    remove_hook()
     assert seen.kind == ("KeyboardInterrupt" if rank == INTERRUPTED else "")
     assert reloadpg.status().state == "live"
     reloadpg.reload()

@@ -21,9 +21,10 @@ from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
-from reloadpg.rendezvous.round import Rendezvous, barrier_hooks
+from reloadpg.rendezvous.rendezvous import Rendezvous
+from reloadpg.rendezvous.round import Round, on_barrier
 from reloadpg.settings import LOG_WAIT
-from reloadpg.threads import CancelToken, Deadline, Interrupted, Task
+from reloadpg.threads import CancelToken, Deadline, Interrupt, Interrupted, Task
 
 pytestmark = pytest.mark.matrix
 
@@ -125,7 +126,7 @@ def test_operations_pass_on_every_kind_of_store(any_job: Callable[[int], Job], s
 def test_a_job_of_one_rank_needs_no_store() -> None:
     rdv = Rendezvous(None, 0, 1)
     assert two_barriers(rdv) == "passed"
-    round_ = rdv.open("reload", ("enter",), 20)
+    round_ = Round.open(rdv, "reload", ("enter",), 20)
     assert round_.barrier("enter", PLAN, "why") == "why"
 
 
@@ -166,10 +167,12 @@ def test_work_that_ends_after_its_operation_is_not_committed(
         assert begun.wait(SOON)
         raise ZeroDivisionError
 
-    round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), timeout)
+    interrupt = Interrupt()
+    round_ = Round(Rendezvous(None, 0, 1), "reload", ("rebuilt",), timeout, interrupt)
+    round_.enter()
     if end == "interrupt":
         threading.Thread(
-            target=lambda: begun.wait(SOON) and round_.interrupt.tell(KeyboardInterrupt())
+            target=lambda: begun.wait(SOON) and interrupt.tell(KeyboardInterrupt())
         ).start()
     with pytest.raises(error) as caught:
         tasks = [Task(one, "work") for one in [commit, *[fail] * (end == "failure")]]
@@ -190,8 +193,8 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
     steps, step = 22, 0.25  # 5.5 s of work with a timeout of 5 s
 
     def body(rdv: Rendezvous) -> str:
-        rdv.open("reload", ("enter",), FAR).barrier("enter", PLAN)
-        round_ = rdv.open("reload", ("rebuilt",), 5.0)
+        Round.open(rdv, "reload", ("enter",), FAR).barrier("enter", PLAN)
+        round_ = Round.open(rdv, "reload", ("rebuilt",), 5.0)
 
         def progress() -> None:
             if rdv.rank == 0:
@@ -210,13 +213,13 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
         elif rdv.rank == 1:
             assert arrived.wait(SOON)
         try:
-            rdv.open("barrier", ("done",), 0.5 if rdv.rank == 1 else FAR).barrier("done")
+            Round.open(rdv, "barrier", ("done",), 0.5 if rdv.rank == 1 else FAR).barrier("done")
         finally:
             over.set()
         return "passed"
 
     def work_alone() -> None:
-        round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), 5.0)
+        round_ = Round.open(Rendezvous(None, 0, 1), "reload", ("rebuilt",), 5.0)
 
         def progress() -> None:
             for _ in range(steps):
@@ -241,7 +244,9 @@ def test_a_long_wait_is_logged(
     """The message has operation, phase and what to do; the intervals double."""
     monkeypatch.setenv(LOG_WAIT, "0.1")
     job = tcp_job(3)
-    job.run(lambda rdv: rdv.open("reload", ("enter",), 2.0).barrier("enter", PLAN), ranks=[0])
+    job.run(
+        lambda rdv: Round.open(rdv, "reload", ("enter",), 2.0).barrier("enter", PLAN), ranks=[0]
+    )
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert 2 <= len(lines) <= 8  # after 0.1, 0.2, 0.4, 0.8 and 1.6 s
     assert all(line.startswith("reload, phase enter: waiting for") for line in lines)
@@ -259,7 +264,7 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
     release = threading.Event()
 
     def body(rdv: Rendezvous) -> str | None:
-        round_ = rdv.open("offload", ("enter", "released"), FAR)
+        round_ = Round.open(rdv, "offload", ("enter", "released"), FAR)
         round_.barrier("enter", PLAN)
         if rdv.rank == 0:
             return round_.fail(ReloadpgError("out of memory"))
@@ -287,7 +292,7 @@ def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond()
     own = ReloadpgError("connection closed by peer")
 
     def body(rdv: Rendezvous) -> None:
-        round_ = rdv.open("recover", ("enter", "rebuilt"), FAR)
+        round_ = Round.open(rdv, "recover", ("enter", "rebuilt"), FAR)
         entered.wait(SOON)
         if rdv.rank == 0:
             round_.fail(KeyboardInterrupt("by the user"))
@@ -322,7 +327,7 @@ def test_a_rank_that_arrives_after_the_timeout_was_decided_is_missing(operation:
     def body(rdv: Rendezvous) -> None:
         if rdv.rank == 2:
             assert decided.wait(SOON)
-        rdv.open(operation, (phase,), 1.0 if rdv.rank == 0 else FAR).barrier(phase, PLAN)
+        Round.open(rdv, operation, (phase,), 1.0 if rdv.rank == 0 else FAR).barrier(phase, PLAN)
 
     for rank, error in enumerate(job.run(body)):
         assert isinstance(error, RendezvousTimeoutError), error
@@ -340,7 +345,7 @@ def test_a_late_rank_that_opens_the_next_attempt_alone_is_said_to_have_come_late
         if rdv.rank == 1:
             assert left.wait(SOON)
         try:
-            rdv.open("reload", ("enter",), 1.0).barrier("enter", PLAN)
+            Round.open(rdv, "reload", ("enter",), 1.0).barrier("enter", PLAN)
         finally:
             left.set()
 
@@ -394,7 +399,7 @@ def test_the_rank_that_hosts_the_store_raises_last() -> None:
     job = tcp_job(2, {1: late})
 
     def body(rdv: Rendezvous) -> None:
-        round_ = rdv.open("reload", ("enter",), FAR)
+        round_ = Round.open(rdv, "reload", ("enter",), FAR)
         if rdv.rank == 1:
             round_.barrier("enter", PLAN)
         round_.fail(ReloadpgError("broken"))
@@ -421,7 +426,7 @@ def test_a_rank_that_fails_waits_until_the_others_have_read_it(error: type[BaseE
     job = job_on([WatchedStore(one, watch=late), other])
 
     def body(rdv: Rendezvous) -> None:
-        round_ = rdv.open("reload", ("done",), FAR)
+        round_ = Round.open(rdv, "reload", ("done",), FAR)
         if rdv.rank == 0:
             round_.barrier("done")
         round_.fail(error("broken"))
@@ -444,7 +449,7 @@ def test_an_error_of_a_rank_when_all_have_arrived_ends_a_later_phase(last: bool)
             raise RuntimeError("its own")
 
     def body(rdv: Rendezvous) -> str | None:
-        round_ = rdv.open("offload", phases, FAR)
+        round_ = Round.open(rdv, "offload", phases, FAR)
         if rdv.rank == 1:
             assert arrived.wait(SOON)
         try:
@@ -457,12 +462,12 @@ def test_an_error_of_a_rank_when_all_have_arrived_ends_a_later_phase(last: bool)
         return "passed"
 
     job = tcp_job(2, signals_arrival(arrived, 0))
-    barrier_hooks.append(hook)
+    remove_hook = on_barrier(hook)
     try:
         expected = [None, "passed"] if last else ["released", "released"]
         assert job.run(body) == expected
     finally:
-        barrier_hooks.remove(hook)
+        remove_hook()
 
 
 @pytest.mark.usefixtures("silence")
@@ -491,7 +496,7 @@ def test_a_rank_that_loses_the_store_at_a_barrier_assumes_that_all_pass_it(
 
     one, _ = clients(2)
     job = job_on([WatchedStore(one, watch, answered), one])
-    round_ = job.ranks[0].open("reload", phases, 0.3)
+    round_ = Round.open(job.ranks[0], "reload", phases, 0.3)
     with pytest.raises(RendezvousTimeoutError, match="store does not respond") as caught:
         round_.barrier("enter", PLAN)
     assert round_.fail(caught.value) == ends
@@ -508,7 +513,7 @@ def test_a_lost_store_is_an_error_on_every_rank_and_in_each_operation() -> None:
     assert job.run(two_barriers) == ["passed"] * 2
     del server
     for _ in range(2):
-        call = lambda rdv: rdv.open("offload", ("enter",), 0.5).barrier("enter", PLAN)  # noqa: E731
+        call = lambda rdv: Round.open(rdv, "offload", ("enter",), 0.5).barrier("enter", PLAN)  # noqa: E731
         for error in job.run(call):
             assert isinstance(error, ReloadpgError)
             assert "rendezvous store" in str(error)
@@ -520,9 +525,9 @@ def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
     job, stores = silent_job(2)
 
     def body(rdv: Rendezvous) -> tuple[bool, bool]:
-        rdv.open("reload", ("enter",), FAR).barrier("enter", PLAN)
+        Round.open(rdv, "reload", ("enter",), FAR).barrier("enter", PLAN)
         if rdv.rank == 0:
-            rdv.open("recover", ("enter",), FAR)
+            Round.open(rdv, "recover", ("enter",), FAR)
             return False, True
         stores[1].silent.set()
         first, end = rdv.recovery_requested(), time.monotonic() + SOON
@@ -641,7 +646,7 @@ def test_a_value_of_another_program_is_named_on_every_rank(key: str) -> None:
         if rdv.rank == 1 and key != "job":
             assert waits.wait(SOON)
             rdv.client.ask(lambda store: store.set(f"reloadpg/{key}", "yes"), Deadline("x", SOON))
-        with rdv.open("offload", ("enter",), FAR) as round_:
+        with Round.open(rdv, "offload", ("enter",), FAR) as round_:
             round_.barrier("enter", PLAN)
 
     for error in job.run(body):
@@ -658,7 +663,7 @@ def test_jobs_are_counted_before_the_first_request(early: bool) -> None:
         if early:
             job.count_job(SOON)
         else:
-            job.open("offload", ("enter",), SOON)
+            Round.open(job, "offload", ("enter",), SOON)
         assert job.state.job == number
 
 
@@ -670,7 +675,7 @@ def test_keys_and_threads_do_not_accumulate() -> None:
     def body(rdv: Rendezvous) -> None:
         for number in range(1000):
             try:
-                with rdv.open("reload", ("enter", "done"), FAR) as round_:
+                with Round.open(rdv, "reload", ("enter", "done"), FAR) as round_:
                     round_.barrier("enter", PLAN, "why" if number % 7 == 0 else "")
                     if number % 50 == rdv.rank:
                         raise ReloadpgError("broken")

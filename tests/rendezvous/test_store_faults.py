@@ -19,7 +19,7 @@ from helpers.fault_job import FAR, attempt
 
 import reloadpg
 from reloadpg.c10d import stores
-from reloadpg.rendezvous.round import barrier_hooks
+from reloadpg.rendezvous.round import on_barrier
 from reloadpg.testing import run_ranks
 
 
@@ -36,7 +36,7 @@ def at_barrier(place: str, moment: str, call: Callable[[], object]) -> None:
         if (now, f"{operation}.{phase}") == (moment, place) and left:
             left.pop()()
 
-    barrier_hooks.append(hook)
+    on_barrier(hook)
 
 
 # -- connections that are reset --------------------------------------------------------------------
@@ -89,17 +89,17 @@ import os, sys
 import torch.distributed as dist
 from datetime import timedelta
 import reloadpg
-from reloadpg.rendezvous.round import barrier_hooks
+from reloadpg.rendezvous.round import on_barrier
 rank, between, way = int(os.environ["RANK"]), dist.FileStore(sys.argv[1], 2), sys.argv[2]
 reloadpg.install(backends={"gloo"}, timeout=200)
 dist.init_process_group("gloo")
 reloadpg.offload()
 reloadpg.reload()
 if rank == 1:
-    barrier_hooks.append(lambda moment, operation, phase, rank: (
+    on_barrier(lambda moment, operation, phase, rank: (
         between.set("waits", "1") if moment == "waiting" and phase == "released" else None))
 else:
-    barrier_hooks.append(lambda moment, operation, phase, rank: (
+    on_barrier(lambda moment, operation, phase, rank: (
         between.wait(["polls"]) if moment == "before" and phase == "released" else None))
 reloadpg.offload()
 print("complete", flush=True)
