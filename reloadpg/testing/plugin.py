@@ -108,7 +108,7 @@ def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
     from . import _body
 
     if request.node.get_closest_marker(MARK) is not None:
-        yield _body.MADE_IN_RANKS
+        yield _body.MadeInRanks
         return
     with _body.no_group_leaks(request.node.nodeid, destroys=True):
         yield
@@ -123,4 +123,4 @@ def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:
         )
     from . import _body
 
-    return _body.MADE_IN_RANKS
+    return _body.MadeInRanks
