@@ -24,6 +24,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
+from reloadpg.groups.borrowed import recorders
 from reloadpg.lifecycle import install
 from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.lifecycle.job import jobs
@@ -51,13 +52,15 @@ def _assert_torchs_own(before):
 @pytest.mark.ranks(1)
 def test_every_name_is_patched_once_and_restored():
     """Also names in modules that imported the function before ``install``, or imported the wrapper
-    after it. Collectives and queries stay torch's own, however a module has imported them
-    (failure 2).
+    after it; and methods. Collectives and queries stay torch's own, however a module has imported
+    them (failure 2).
     """
     before, early = _bound(), vars(early_bindings)
     own = [dict(vars(home)) for home in HOMES]
     aliases = {name: early[name] for name in CREATORS}
+    methods = {(owner, name): vars(owner)[name] for owner, name, _ in recorders()}
     reloadpg.install()
+    assert not any(vars(owner)[name] is one for (owner, name), one in methods.items())
     after = _bound()
     assert len(after) >= 6
     for key, value in after.items():
@@ -78,6 +81,7 @@ def test_every_name_is_patched_once_and_restored():
     sys.modules["late_alias"] = late
     reloadpg.uninstall()
     _assert_torchs_own(before)
+    assert all(vars(owner)[name] is one for (owner, name), one in methods.items())
     assert all(early[name] is original for name, original in aliases.items())
     assert vars(late)["new_group"] is dist.new_group
 
