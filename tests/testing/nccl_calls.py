@@ -8,9 +8,9 @@ from threading import Thread
 from typing import Any
 
 import torch
-from helpers.nccl_job import Meetings, signals
+from helpers.nccl_job import MIB, Meetings, signals
 
-SUCCESS, INVALID_USAGE = 0, 5
+SUCCESS = 0
 FLOAT, SUM = 7, 0
 
 
@@ -95,3 +95,10 @@ class Running:
         """The result, or None if the call has not returned within so many seconds."""
         self._thread.join(within)
         return self._results[0] if self._results else None
+
+
+def device_mib() -> int:
+    """MiB of communicators on this rank's device."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) // MIB

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.nccl_job import ENGINES, MIB, engine_variables
-from testing.nccl_calls import SUCCESS, Nccl
+from testing.nccl_calls import SUCCESS, Nccl, device_mib
 
 from reloadpg.testing import run_ranks, standins
 
@@ -56,19 +56,13 @@ def called(rank: int) -> list[str]:
     return lines
 
 
-def mib() -> int:
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free - torch.cuda.memory_reserved()) // MIB
-
-
 def calls(rank: int, size: int) -> None:
     nccl = Nccl(rank, size)
     assert nccl.version() == 23099
     comm = nccl.connected()
     assert nccl.all_reduce(comm) == SUCCESS
     assert called(rank) == ["(", "all-reduce 1 type 7", ")"]  # the first one
-    assert mib() == 2
+    assert device_mib() == 2
     transfer = nccl.send if rank == 0 else nccl.recv
     for _ in range(2):
         assert transfer(comm, 1 - rank) == SUCCESS
@@ -82,7 +76,7 @@ def calls(rank: int, size: int) -> None:
     assert nccl("CommDestroy", comm) == SUCCESS
     assert nccl("CommAbort", nccl.create()) == SUCCESS
     assert called(rank) == ["suspend 1", "resume", "finalize", "destroy", "abort"]
-    assert mib() == 0
+    assert device_mib() == 0
 
 
 @pytest.mark.usefixtures("given")
@@ -107,7 +101,7 @@ def configured(rank: int, size: int, blocking: bool) -> None:
     assert found[-3:] == ["(", "all-reduce 3 type 7", ")"]
     dist.destroy_process_group()
     assert called(rank).count("destroy") == 2
-    assert mib() == 0
+    assert device_mib() == 0
 
 
 @pytest.mark.usefixtures("given")

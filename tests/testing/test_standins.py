@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.nccl_job import ENGINES, engine_variables, on_engines, on_ranks
+from helpers.fault_job import eventually
+from helpers.nccl_job import (
+    ENGINES,
+    LIMIT,
+    MIB,
+    engine_variables,
+    on_engines,
+    on_ranks,
+    signals,
+    used,
+)
 
 from reloadpg.testing import run_ranks
 from reloadpg.testing.faults import Fault, inject
@@ -23,8 +31,6 @@ pytestmark = [
     pytest.mark.standins,
     pytest.mark.skipif(not CUDA_BUILD, reason=f"torch {torch.__version__} is built without CUDA"),
 ]
-MIB = 1 << 20
-LIMIT = timedelta(minutes=5)
 LEGACY = engine_variables("legacy")
 
 
@@ -40,17 +46,10 @@ def engine(request: pytest.FixtureRequest) -> dict[str, str]:
     return engine_variables(request.param)
 
 
-def start(rank: int, *, bound: bool = False, timeout: timedelta = LIMIT) -> None:
+def start(rank: int, *, bound: bool = False) -> None:
     torch.cuda.set_device(rank)
     device = {"device_id": torch.device("cuda", rank)} if bound else {}
-    dist.init_process_group("nccl", timeout=timeout, **device)
-
-
-def signals() -> dist.Store:
-    """A store of the test's own, for events between ranks."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=LIMIT)
-    return dist.PrefixStore("test", store)
+    dist.init_process_group("nccl", timeout=LIMIT, **device)
 
 
 def on_device(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -59,21 +58,6 @@ def on_device(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 def backend(group: Any = None) -> Any:
     return (group or dist.group.WORLD)._get_backend(torch.device("cuda"))
-
-
-def used_mib(device: int = 0) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free) // MIB
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether it holds before a minute has passed."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 # ---------------------------------------------------------------------------------------------
@@ -184,21 +168,21 @@ def test_a_kernel_that_is_no_operator_raises() -> None:
 def memory(rank: int, n: int) -> list[int]:
     torch.cuda.set_device(0)  # all ranks on one device
     store = signals()
-    found = [used_mib()]
+    found = [used()]
     store.add("a", 1)
     assert eventually(lambda: store.add("a", 0) == n)
     x = torch.empty((10 + 2 * rank) * MIB, dtype=torch.uint8, device="cuda")
     store.add("b", 1)
     assert eventually(lambda: store.add("b", 0) == n)
-    found.append(used_mib())
+    found.append(used())
     store.add("c", 1)
     assert eventually(lambda: store.add("c", 0) == n)
     if rank == 1:
         os.kill(os.getpid(), 9)
-    assert eventually(lambda: used_mib() == 10)
+    assert eventually(lambda: used() == 10)
     del x
     torch.cuda.empty_cache()
-    found.append(used_mib())
+    found.append(used())
     try:
         torch.empty(90 * MIB, dtype=torch.uint8, device="cuda")
         torch.empty(90 * MIB, dtype=torch.uint8, device="cuda").view(-1)
@@ -246,7 +230,7 @@ def faulty(rank: int, n: int, call: str) -> tuple[str, int]:
             calls[call]()
         except RuntimeError as error:
             message = str(error)
-    found = message, used_mib(rank) - kept
+    found = message, used() - kept
     store.set("seen", "")
     return found
 

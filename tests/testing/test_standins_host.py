@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nccl_job import on_ranks, signals
-from testing.nccl_calls import SUCCESS, Nccl, Running
+from helpers.nccl_job import MIB, on_ranks, signals
+from testing.nccl_calls import SUCCESS, Nccl, Running, device_mib
 
 from reloadpg.testing import run_ranks, standins
 
@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.standins,
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
 ]
-MIB = 1 << 20
 SOON = 60.0
 """Seconds within which a call returns that waits for no rank, also on a loaded machine."""
 WHILE = 1.0
@@ -105,9 +104,7 @@ def test_an_abort_by_another_thread_ends_a_destroy_that_waits(rank: int) -> None
         assert Running(nccl, "CommAbort", comm).returned(SOON) == SUCCESS
         assert destroy.returned(SOON) == SUCCESS
         assert standins.communicators() == 0
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        assert total - free == torch.cuda.memory_reserved()
+        assert device_mib() == 0
     nccl.meet()
     assert rank == 0 or nccl("CommDestroy", comm) == SUCCESS
 
@@ -191,13 +188,6 @@ def test_a_peer_that_was_killed_is_not_waited_for(call: str) -> None:
 
 # ---------------------------------------------------------------------------------------------
 # memory
-
-
-def device_mib() -> int:
-    """MiB of communicators on this rank's device."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free - torch.cuda.memory_reserved()) // MIB
 
 
 SIZES = {  # ranks, connected at creation, NVLS: MiB created, connected, suspended, of the network

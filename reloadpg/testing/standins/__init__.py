@@ -133,8 +133,7 @@ def uses_after_release() -> list[str]:
 
 def communicators() -> int:
     """The number of communicators that this process has created and not destroyed. Local."""
-    _own_job()
-    return int(ctypes.CDLL(None).standin_communicators())
+    return _counted("communicators")
 
 
 def left_bytes() -> int:
@@ -142,10 +141,7 @@ def left_bytes() -> int:
 
     NCCL 2.30.7 does not release these 4 MiB of each communicator before the process ends.
     """
-    _own_job()
-    left = ctypes.CDLL(None).standin_left_bytes
-    left.restype = ctypes.c_long
-    return int(left())
+    return _counted("left_bytes")
 
 
 def pinned_bytes() -> int:
@@ -153,10 +149,14 @@ def pinned_bytes() -> int:
 
     With NVIDIA's host code: all pinned host memory of the process.
     """
+    return _counted("pinned_bytes")
+
+
+def _counted(what: str) -> int:
     _own_job()
-    pinned = ctypes.CDLL(None).standin_pinned_bytes
-    pinned.restype = ctypes.c_long
-    return int(pinned())
+    count = ctypes.CDLL(None)[f"standin_{what}"]
+    count.restype = ctypes.c_long
+    return int(count())
 
 
 def preloading() -> dict[str, str]:

@@ -789,7 +789,7 @@ ncclResult_t end_or_defer(const Comm& comm, bool abort) {
 
 }  // namespace
 
-EXPORT int standin_communicators() {
+EXPORT long standin_communicators() {
   Lock lock(comms_mutex());
   return comms().size();
 }
