@@ -48,13 +48,14 @@ from helpers.programs import (
     State,
     Step,
 )
-from helpers.repeating import repeat
 from helpers.watched_store import WatchedStore
 from reloadpg.environment import process_group_scope
 from reloadpg.testing import faults, run_ranks, standins
 
 LIMIT = timedelta(seconds=60)
 """The timeout of collectives."""
+MOST_ATTEMPTS = 5
+"""At a step with a fault."""
 SHORT = timedelta(seconds=5)
 """The timeout of a collective that waits for a rank whose call has failed."""
 VARIABLES = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
@@ -435,7 +436,7 @@ class Player:
                 for kind in ("all_reduce", "ring")
             )
 
-        def step(number: int, attempt: int) -> bool:
+        def step(attempt: int) -> bool:
             self._set_timeouts(SHORT if attempt == 1 else LIMIT)
             try:
                 return sums()
@@ -443,19 +444,47 @@ class Player:
                 if attempt > 1 or reloadpg.recovery.recovery_requested():
                     faults.clear_faults()
 
-        def recover() -> None:
-            self._set_timeouts(LIMIT)  # those of the first attempt are short
-            reloadpg.recovery.recover("a test")
-
         try:
             if fault.kind == "cut":
                 self._set_timeouts(SHORT)
                 assert sums()
             else:
-                ((_, right),) = repeat(step, 1, recover)
-                assert right
+                assert self._repeat(step)
         finally:
             self._set_timeouts(LIMIT)
+
+    def _repeat(self, step: Callable[[int], bool]) -> bool:
+        """Run a step until it passes on all ranks, as the recipe of docs/recovery.md does.
+
+        After a fault, all ranks recover and repeat it. ``step`` gets the number of its attempt.
+        """
+
+        def recover() -> None:
+            self._set_timeouts(LIMIT)  # those of the first attempt are short
+            reloadpg.recovery.recover("a test")
+
+        attempts, right, number = [0, 0], False, 0
+        while number < len(attempts):
+            attempts[number] += 1
+            assert attempts[number] <= MOST_ATTEMPTS
+            try:
+                if number:  # no rank leaves the loop while another one repeats the step
+                    dist.all_reduce(self._tensor(1))
+                else:
+                    right = step(attempts[number])
+                if self.program.on_nccl:
+                    torch.cuda.synchronize()
+                if not reloadpg.recovery.recovery_requested():
+                    number += 1
+                    continue
+            except (RuntimeError, Injected):
+                recover()
+            else:
+                recover()
+            least = self._tensor(number)
+            dist.all_reduce(least, op=dist.ReduceOp.MIN)  # another rank may be one step behind
+            number = int(least)
+        return right
 
     def _set_timeouts(self, timeout: timedelta) -> None:
         for group in self._groups.values():
