@@ -5,7 +5,7 @@
     with inject(Fault("barrier", operation="reload.enter", rank=1)):
         reloadpg.reload()  # rank 1 raises before it arrives
 
-These are the faults of all parts of :mod:`reloadpg.testing`. Faults at barriers happen on all
+These are the faults of all parts of ``reloadpg.testing``. Faults at barriers happen on all
 backends. Those of groups happen on the groups of a test backend: of the simulated accelerator
 (:mod:`reloadpg.testing.simulated`), or one that calls :func:`check`. Those of NCCL need the
 stand-ins (:mod:`reloadpg.testing.standins`).
