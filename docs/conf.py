@@ -26,6 +26,7 @@ napoleon_use_ivar = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|concurrent|contextlib|datetime|logging|mmap|os|pathlib|torch)\..*"),
     (r"py:class", r"timedelta|ProcessGroup|DeviceMesh|(tuple|collections\.abc\.Mapping)\[.*"),
-    (r"py:class", r"(.*\.)?(OwnGroups|UnderWay)"),  # types of fields that the library alone sets
+    # Types of fields that the library alone sets:
+    (r"py:class", r"(.*\.)?(Construction|OwnGroups|UnderWay)"),
 ]
 suppress_warnings = ["ref.python"]  # one name is found in two places: a module, and the top
