@@ -334,9 +334,7 @@ class ManagedGroup:
             # A failure of another rank may still release the group, so only the operation's threads
             # use it. The backends that stay alive in an offload serve all threads.
             kept = self._kept_group(current) if self.is_live else self.kept
-            target = Offloaded(
-                self, GroupState.RESERVED, kept, under_way=self.under_way, current=current
-            )
+            target = Offloaded(self, GroupState.RESERVED, kept, under_way=self.under_way)
         proxy = self._proxy()
         if proxy is not None:  # the program may have deleted it during the operation
             proxy._inner = target

@@ -104,6 +104,7 @@ class Owner(Protocol):
     set_name: str
     generation: int
     construction: Construction
+    current: Any
 
     @property
     def name(self) -> str: ...
@@ -122,7 +123,6 @@ class Offloaded:
         remedy: the call to make, if it differs from the one for the state.
         suspended: the group that torch created, if its communicator is suspended.
         under_way: the operation whose threads have exclusive use of a reserved group.
-        current: the live group or placeholder that these threads use.
     """
 
     def __init__(
@@ -135,7 +135,6 @@ class Offloaded:
         remedy: str = "",
         suspended: ProcessGroup | None = None,
         under_way: UnderWay | None = None,
-        current: Any = None,
     ) -> None:
         self._owner = weakref.ref(owner)
         self.state = state
@@ -143,7 +142,6 @@ class Offloaded:
         self.reason = reason
         self.suspended = suspended
         self.under_way = under_way
-        self.current = current
         self._remedy = remedy
 
     def refusal(self, operation: str) -> GroupOffloadedError | GroupDestroyedError:
@@ -226,8 +224,9 @@ class OffloadedBackend:
 
 def _refusing(name: str) -> Callable[..., Any]:
     def refuse(self: Offloaded, *args: Any, **kwargs: Any) -> Any:
-        if self.under_way is not None and self.under_way.is_mine:
-            return getattr(self.current, name)(*args, **kwargs)
+        owner = self._owner()
+        if self.under_way is not None and self.under_way.is_mine and owner is not None:
+            return getattr(owner.current, name)(*args, **kwargs)
         if self.kept is None:
             return None if name in REMOVALS else self.without_backend(name, args)
         try:

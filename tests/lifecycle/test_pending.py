@@ -220,6 +220,20 @@ def test_a_signal_ends_result_and_not_the_operation(rank) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_the_backend_that_an_abort_holds_while_it_waits_is_not_the_communicator() -> None:
+    """Torch's abort, at the end of a scope, gets the backend, and waits for the offload."""
+    job, held = Job("gloo", subgroups=[(0, 1)]), threading.Event()
+    reloadpg.on_offload(lambda: held.wait(HANG_S))
+    pending = reloadpg.offload(wait=False)
+    backend = job.ring._get_backend(torch.device("cuda"))
+    held.set()
+    assert pending.result().warnings == ()
+    del backend
+    reloadpg.reload()
+    job.assert_live()
+
+
+@pytest.mark.ranks(2)
 def test_groups_being_rebuilt_do_not_change_the_names_of_new_groups() -> None:
     """Torch hashes the number of groups, so it must be the same on all ranks."""
     job = Job("gloo", subgroups=[(0, 1)] * 8, parallelism=4)
