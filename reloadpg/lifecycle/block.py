@@ -18,8 +18,7 @@ from .installation import installation
 from .job import SetState, jobs
 from .kinds import OFFLOAD, RELOAD
 from .offload import release
-from .operation import Operation
-from .pending import run
+from .pending import Call
 from .reload import restore
 
 logger = logging.getLogger("reloadpg")
@@ -135,12 +134,12 @@ class Block:
         The other ranks are in their blocks then, and reload at their ends, with the same
         ``connect``.
         """
-        op = Operation(OFFLOAD, self._sets)
+        call = Call(OFFLOAD, release, self._sets)
         try:
-            report = run(op, release)
+            report = call.run().result()
             self._count()
         except BaseException as error:
-            if op.committed:
+            if call.committed:
                 self._count()
                 self.leave(error, connect)
             raise
@@ -186,8 +185,8 @@ class Block:
         self, due: frozenset[str], error: BaseException | None, connect: Connect | None
     ) -> None:
         try:
-            op = Operation(RELOAD, due, self.seconds(error))
-            run(op, partial(restore, how=connect, attempts=self._attempts))
+            steps = partial(restore, how=connect, attempts=self._attempts)
+            Call(RELOAD, steps, due, self.seconds(error)).run().result()
         except Exception as failed:  # of any kind: the body's exception must be raised
             if error is None:
                 raise

@@ -17,10 +17,6 @@ _SIGNAL_S = 1.0
 _LEFT_S = 0.1
 """Seconds after which a call for the caller looks whether the caller has left."""
 
-_STARTS = 5
-"""Attempts to start an operation that is to tell the other ranks of an interrupt. Each further
-signal ends one of them."""
-
 _TAKEN_S = 60.0
 """Seconds within which the caller begins a call. It may be in a signal handler."""
 
@@ -65,36 +61,9 @@ class Caller(Interrupt):
 
     # -- in the thread of the caller --------------------------------------------------------
 
-    def wait(self, start: Callable[[], object], until: Callable[[], object]) -> None:
-        """Start an operation, and wait in ``until``. Blocking; in the thread of the caller.
-
-        An error here, such as a signal handler's, tells the operation to end.
-        """
-        try:
-            start()
-            until()
-        except BaseException as error:
-            # Python handles a further signal only in a call or a loop, so not before this line.
-            self.error = error
-            self.leave(error, start)
-            raise
-
-    def leave(self, error: BaseException, start: Callable[[], object]) -> None:
-        """Tell the operation to end for an error. Local, non-blocking, idempotent.
-
-        If it has not begun, it is started: only an operation that runs can tell the other ranks.
-        """
-        for _ in range(_STARTS):
-            try:
-                self.tell(error)
-                start()
-                break
-            except BaseException:
-                continue
-
-    def serve(self) -> None:
-        """Make the calls of the operation until it has ended."""
-        while not self.ended:
+    def wait(self) -> None:
+        """Make the calls of the operation until it has ended; or wait until it has begun."""
+        while not self.ended and (self.waits or not self.begun):
             with suppress(Empty):
                 request = self._requests.get(timeout=_SIGNAL_S)
                 if request is not None and request.claim():
@@ -105,12 +74,6 @@ class Caller(Interrupt):
                     else:
                         request.ended.put(None)
                 del request
-
-    def await_begin(self) -> None:
-        """Wait until the operation has begun, or will not."""
-        while not self.begun and not self.ended:
-            with suppress(Empty):
-                self._requests.get(timeout=_SIGNAL_S)
 
     def await_end(self, end: float) -> None:
         """Wait until the operation has ended, without making its calls, or until this time."""

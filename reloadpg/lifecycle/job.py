@@ -283,18 +283,19 @@ class Jobs:
 
     # -- one operation at a time --------------------------------------------------------------
 
-    def begin(self, operation: Running) -> None:
+    def refuse_second(self, operation: str) -> None:
         """Refuse a second lifecycle operation while one runs, from any thread or callback."""
-        with registry.lock:
-            running = self._running
-            if running is not None:
-                raise ReloadpgError(
-                    f"{operation.name} was called while {running.name} is running in this process; "
-                    "nothing was changed. Call them one after the other, from one thread and "
-                    "not from a callback. After a call with wait=False, first call result() on "
-                    "its handle."
-                )
-            self._running = operation
+        running = self._running
+        if running is not None:
+            raise ReloadpgError(
+                f"{operation} was called while {running.name} is running in this process; nothing "
+                "was changed. Call them one after the other, from one thread and not from a "
+                "callback. After a call with wait=False, first call result() on its handle."
+            )
+
+    def begin(self, operation: Running) -> None:
+        """Begin an operation that was not refused; the registry's lock is held since. Local."""
+        self._running = operation
 
     def end(self, operation: Running) -> None:
         """End an operation that has begun. Local."""

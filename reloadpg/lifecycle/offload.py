@@ -9,10 +9,9 @@ from ..groups.sets import named_sets
 from ..reports import Report
 from ..settings import as_flag, seconds_or_none
 from . import recreate, suspend
-from .job import Job
 from .kinds import OFFLOAD
 from .operation import Operation
-from .pending import Pending, run
+from .pending import Call, Pending
 
 
 @overload
@@ -75,14 +74,14 @@ def offload(
     """
     wait = as_flag(wait, "offload(wait)", "nothing was changed")
     seconds = seconds_or_none(timeout, "offload(timeout)")
-    op = Operation(OFFLOAD, named_sets(sets, "offload"), seconds)
-    return run(op, release, wait=wait)
+    call = Call(OFFLOAD, release, named_sets(sets, "offload"), seconds, wait=wait)
+    return call.run().result() if wait else call.run()
 
 
-def release(op: Operation, job: Job) -> None:
+def release(op: Operation) -> None:
     """The steps of an offload; see :func:`offload`."""
     op.enter()
-    op.await_unfinished()
+    op.workers.await_unfinished()
     strategy = suspend if op.scope.strategy == "suspend" else recreate
-    strategy.release(op, job)
+    strategy.release(op)
     op.record.note("" if op.record.groups else "no live reloadable group")

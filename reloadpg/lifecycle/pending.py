@@ -15,20 +15,21 @@ from collections.abc import Callable, Generator
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
-from typing import Literal, overload
 
 from ..c10d import devices
 from ..errors import PendingError, ReloadpgError
+from ..groups.registry import registry
 from ..reports import Report
+from ..settings import IS_OFF
 from ..threads import Interrupted, Task, exiting
 from .callbacks import publish
 from .caller import Caller
-from .job import Job
+from .kinds import Kind
 from .operation import Operation
 
 logger = logging.getLogger("reloadpg")
 
-Body = Callable[[Operation, Job], object]
+Steps = Callable[[Operation], object]
 """The steps of an operation."""
 
 _SIGNAL_S = 1.0
@@ -59,31 +60,6 @@ class Pending(futures.Future[Report]):
         super().__init__()
         self.operation = operation
         self._pid = os.getpid()
-        self._claimed = threading.Lock()
-
-    def _start(self, perform: Callable[[], object], caller: Caller) -> None:
-        """Start the thread of the operation. Local; may be called again after an interrupt.
-
-        If the system starts no thread, an operation that is to end does so in this one.
-        """
-        if exiting():
-            raise ReloadpgError(
-                f"{self.operation} was called while the interpreter exits, in an exit handler or a "
-                "finalizer; nothing was changed. No thread can be started any more. Call it, and "
-                "leave offloaded() blocks, before the program ends."
-            )
-        if self._claimed.locked():
-            return
-        try:
-            Task(perform, self.operation, daemon=False)
-        except ReloadpgError:
-            if caller.error is None:
-                raise
-            perform()
-
-    def _claim(self) -> bool:
-        """Whether the calling thread is the first to perform the operation. Local."""
-        return self._claimed.acquire(blocking=False)
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait until the operation has ended, and return its report. Blocking; may be repeated.
@@ -129,94 +105,140 @@ class Pending(futures.Future[Report]):
         return asyncio.wrap_future(self).__await__()
 
 
-@overload
-def run(op: Operation, body: Body, *, wait: Literal[True] = True) -> Report: ...
-@overload
-def run(op: Operation, body: Body, *, wait: Literal[False]) -> Pending: ...
-@overload
-def run(op: Operation, body: Body, *, wait: bool) -> Report | Pending: ...
-def run(op: Operation, body: Body, *, wait: bool = True) -> Report | Pending:
-    """Run an operation in a thread, and wait for it. Callbacks run in this thread.
+class Call:
+    """One call of an operation. It runs in a thread, and its callbacks in the caller's.
 
-    An error in this thread, such as KeyboardInterrupt, tells the operation to end, and is raised
-    after that or after a limited time. The operation begins and ends in its thread, which no signal
-    interrupts: so it ends as all ranks know, however often this thread is interrupted.
+    An error in the caller's thread, such as KeyboardInterrupt, tells the operation to end. The
+    operation begins and ends in its thread, which no signal interrupts: so it ends as all ranks
+    know, however often the caller is interrupted.
 
     Args:
-        op: the operation.
-        body: its steps.
-        wait: if False, return a handle, without a wait. Callbacks run in the operation's thread.
+        kind: offload, reload or recover.
+        steps: its steps.
+        named: the sets named in the call; empty for all.
+        seconds: the timeout of the wait for ranks that have not made the call; None for the
+            installation's.
+        wait: whether the caller waits; otherwise callbacks run in the operation's thread.
     """
-    call = None
-    try:
-        call = _Call(op, body, wait)
-        return call.wait()
-    except BaseException as error:
-        (call or _Call(op, body, wait)).leave(error)
-        raise
-    finally:
-        del call  # the traceback holds this frame
 
+    def __init__(
+        self,
+        kind: Kind,
+        steps: Steps,
+        named: frozenset[str] = frozenset(),
+        seconds: float | None = None,
+        *,
+        wait: bool = True,
+    ) -> None:
+        self._kind, self._steps, self._named, self._seconds = kind, steps, named, seconds
+        self._caller, self._pending = Caller(waits=wait), Pending(kind.name)
+        self._claimed = threading.Lock()
+        self._warning = ""
+        self._operation: Operation | None = None
 
-class _Call:
-    """A call of an operation, in the caller's thread."""
+    @property
+    def committed(self) -> bool:
+        """Whether all ranks have passed the last barrier."""
+        return self._operation is not None and self._operation.committed
 
-    def __init__(self, op: Operation, body: Body, wait: bool) -> None:
-        self._op = op
-        self._pending, self._caller = Pending(op.name), Caller(waits=wait)
-        self._perform = partial(_perform, op, body, self._pending, self._caller)
+    # -- in the caller's thread -----------------------------------------------------------------
 
-    def wait(self) -> Report | Pending:
-        """Wait until the operation has ended; if its caller does not wait, until it has begun."""
-        if text := devices.difference():  # of this thread's current device
-            self._op.record.warn(text)
-        pending, caller = self._pending, self._caller
-        caller.wait(self._start, caller.serve if caller.waits else caller.await_begin)
-        return pending if caller.begun and not caller.waits else pending.result()
+    def run(self) -> Pending:
+        """Wait until the operation has ended, or has begun if the caller does not wait.
 
-    def leave(self, error: BaseException) -> None:
-        """Tell the operation to end for an error, and wait a limited time until it has ended."""
-        end = time.monotonic() + _INTERRUPT_S
+        An error here is raised when the operation has ended for it, or after a limited time.
+
+        Returns:
+            The handle.
+
+        Raises:
+            ReloadpgError: it was refused.
+        """
+        caller = self._caller
+        try:
+            self._warning = devices.difference()  # of this thread's current device
+            self._start()
+            caller.wait()
+            if not caller.begun:
+                self._pending.result()
+            return self._pending
+        except BaseException as error:
+            # Python handles a further signal only in a call or a loop, so not before this line.
+            caller.error = error
+            self._leave(error, time.monotonic() + _INTERRUPT_S)
+            raise
+
+    def _leave(self, error: BaseException, end: float) -> None:
+        """Tell the operation to end for an error, and wait until it has ended, or until this time.
+
+        If it has not begun, it is started: only an operation that runs can tell the other ranks.
+        """
         for _ in range(_SIGNALS):
             try:
-                self._caller.leave(error, self._start)
+                self._caller.tell(error)
+                self._start()
                 self._caller.await_end(end)
                 break
             except BaseException:
                 continue
 
     def _start(self) -> None:
-        self._pending._start(self._perform, self._caller)
+        """Start the thread of the operation. Local; may be called again after an interrupt.
 
+        If the system starts no thread, an operation that is to end does so in this one.
+        """
+        if self._claimed.locked():
+            return
+        if exiting():
+            raise ReloadpgError(
+                f"{self._kind.name} was called while the interpreter exits, in an exit handler or "
+                "a finalizer; nothing was changed. No thread can be started any more. Call it, and "
+                "leave offloaded() blocks, before the program ends."
+            )
+        try:
+            Task(self._perform, self._kind.name, daemon=False)
+        except ReloadpgError:
+            if self._caller.error is None:
+                raise
+            self._perform()
 
-def _perform(op: Operation, body: Body, pending: Pending, caller: Caller) -> None:
-    """Run the operation; the whole of its thread."""
-    if not pending._claim():
-        return
-    pending.set_running_or_notify_cancel()
-    try:
-        _run(op, body, caller)
-    except BaseException as error:  # raised in the caller's thread by result()
-        if not caller.waits and caller.begun:  # the program may have dropped the handle
-            logger.error("%s(wait=False) has failed: %r", op.name, error)
-        pending.set_exception(error)
-        del pending  # the traceback holds this frame
-    else:
-        pending.set_result(op.report)
-    finally:
-        caller.end()
+    # -- in the operation's thread --------------------------------------------------------------
 
+    def _perform(self) -> None:
+        """Run the operation; the whole of its thread. Only the first call does."""
+        if not self._claimed.acquire(blocking=False):
+            return
+        pending, caller = self._pending, self._caller
+        pending.set_running_or_notify_cancel()
+        try:
+            report = self._run()
+        except BaseException as error:  # raised in the caller's thread by result()
+            if not caller.waits and caller.begun:  # the program may have dropped the handle
+                logger.error("%s(wait=False) has failed: %r", self._kind.name, error)
+            pending.set_exception(error)
+            del pending  # the traceback holds this frame
+        else:
+            pending.set_result(report)
+        finally:
+            caller.end()
 
-def _run(op: Operation, body: Body, caller: Caller) -> None:
-    operation = op.begin(caller)
-    try:
-        with operation:
+    def _run(self) -> Report:
+        caller, kind = self._caller, self._kind
+        self._operation = op = Operation.begin(kind, self._named, caller, self._seconds)
+        if op is None:
             caller.begin()
-            if op.job is not None:
-                body(op, op.job)
-    finally:
-        if op.job is not None:
+            note = IS_OFF if registry.off else "torch.distributed is not initialized"
+            return Report(operation=kind.name, changed=False, generation=0, note=note)
+        if self._warning:
+            op.record.warn(self._warning)
+        try:
+            with op:
+                op.reserve()
+                caller.begin()
+                self._steps(op)
+        finally:
             try:
                 op.in_caller(partial(publish, op.report))
             except Interrupted:
                 publish(op.report)
+        return op.report

@@ -24,11 +24,14 @@ from .connect import (
     needs_collective,
 )
 from .destroy import Releases, abort_communicator, discard, released_backends
-from .job import Job
 from .operation import Operation
 
+_CREATORS = 16384
+"""Maximum number of creating threads over all ranks of a job (or one per rank, if it has more
+ranks). The store's server has a file descriptor for each, and 65,536 is a common limit."""
 
-def release(op: Operation, job: Job) -> None:
+
+def release(op: Operation) -> None:
     """The steps of an offload after its entry; see :func:`.offload.offload`.
 
     All that can fail comes before the first barrier: the callbacks, what other code holds of the
@@ -37,12 +40,12 @@ def release(op: Operation, job: Job) -> None:
     live = let_go_of(op, live_groups(op), for_sets(callbacks.offload, op.scope.sets))
     quiesce(op)
     op.agree()
-    destroy(op, job, live)
+    destroy(op, live)
 
 
 def live_groups(op: Operation) -> list[ManagedGroup]:
     """The live groups of an offload, in the order in which they are released. Local."""
-    return [group for group in reversed(op.groups) if group.is_live]
+    return [group for group in reversed(op.scope.groups) if group.is_live]
 
 
 def let_go_of(op: Operation, live: list[ManagedGroup], due: list[Callback]) -> list[ManagedGroup]:
@@ -72,7 +75,7 @@ _UNCHANGED = (
 def call_callbacks(op: Operation, due: list[Callback]) -> None:
     """Call callbacks of an offload. Until it is complete, callbacks of a reload are owed."""
     if due:
-        op.scope.owe(op.groups)
+        op.scope.owe(op.scope.groups)
     op.call(due, _UNCHANGED)
 
 
@@ -83,11 +86,11 @@ def quiesce(op: Operation) -> None:
     """
 
     def synchronize() -> None:
-        live = [group for group in op.groups if group.is_live]
+        live = [group for group in op.scope.groups if group.is_live]
         devices.record({group.proxy: _devices_of(group) for group in live})
         devices.synchronize()
 
-    op.do("device", synchronize, "synchronizing the accelerator")
+    op.workers.do("device", synchronize, "synchronizing the accelerator")
     backends.raise_for_aborted()  # the release of the communicators would hide it
 
 
@@ -96,16 +99,16 @@ def _devices_of(group: ManagedGroup) -> tuple[int, ...]:
     return tuple({index for backend in released for index in nccl.devices_of(backend)})
 
 
-def destroy(op: Operation, job: Job, live: list[ManagedGroup], reason: str = "") -> None:
+def destroy(op: Operation, live: list[ManagedGroup], reason: str = "") -> None:
     """Destroy the communicators of live groups, up to the last barrier. Collective.
 
     From here on, groups change: the operation completes, or sets them all to failed.
     """
     for group in live:
         group.history.record("recreate", group.memory_stats(), reason)
-    releases = Releases(job)
+    releases = Releases(op.job)
     backends.await_monitors(*(group.communicator for group in live))
-    op.over(live, releases.destroy)
+    op.workers.over(live, releases.destroy)
     op.barrier("released")
     op.record.warn(*releases.held())
 
@@ -135,29 +138,34 @@ def _refuse_borrowed(groups: Sequence[ManagedGroup], policy: str) -> None:
         )
 
 
-def restore(op: Operation, job: Job, connect: Connect) -> None:
+def restore(op: Operation, connect: Connect) -> None:
     """Rebuild the groups without a communicator, and call the callbacks. Collective, with timeouts.
 
     A callback may have destroyed groups, which are not rebuilt.
     """
-    with op.step("device"):
+    with op.record.step("device"):
         devices.empty_cache()
-    there = [group for group in op.groups if group.state is not GroupState.DESTROYED]
+    there = [group for group in op.scope.groups if group.state is not GroupState.DESTROYED]
     gone = [group for group in there if group.communicator is None]
-    _delete_spent_keys(op, job, gone)
-    threads = 1 if _share_options(gone) else op.creators
-    rebuilds = Rebuilds(op, job, gone, connect)
+    _delete_spent_keys(op, gone)
+    threads = 1 if _share_options(gone) else _creators(op)
+    rebuilds = Rebuilds(op, gone, connect)
     # A group that was resumed may never have been connected.
     back = [g for g in there if g in gone or (connect != "none" and g.name in op.record.groups)]
-    op.over(back, rebuilds.create, threads)
+    op.workers.over(back, rebuilds.create, threads)
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and needs_collective(g))
     ]
-    op.over(checked, lambda group, wanted, _: check_group(group, connect, wanted), 1)
+    op.workers.over(checked, lambda group, wanted, _: check_group(group, connect, wanted), 1)
     op.barrier("done")
     op.record.note("" if op.record.groups else "no reloadable group here")
     op.call_reloaded()
-    job.watch_dumps()
+    op.job.watch_dumps()
+
+
+def _creators(op: Operation) -> int:
+    """Number of threads that create groups, each with a separate store client."""
+    return min(op.options.threads, max(1, _CREATORS // op.scope.world.size()))
 
 
 def _share_options(groups: Sequence[ManagedGroup]) -> bool:
@@ -173,12 +181,10 @@ def _share_options(groups: Sequence[ManagedGroup]) -> bool:
 class Rebuilds:
     """The communicators that one reload or recovery creates: the actions of its threads."""
 
-    def __init__(
-        self, op: Operation, job: Job, gone: Sequence[ManagedGroup], connect: Connect
-    ) -> None:
+    def __init__(self, op: Operation, gone: Sequence[ManagedGroup], connect: Connect) -> None:
         self._op = op
         # An abandoned thread must not use the clients that follow.
-        self._clients, self._has_peers = job.creation_stores, not job.rendezvous.alone
+        self._clients, self._has_peers = op.job.creation_stores, not op.job.rendezvous.alone
         self._connect = connect
         suffix = f"{op.scope.generation}.{op.round.label}"
         self._names = {group: group.construction.name_of_generation(suffix) for group in gone}
@@ -245,17 +251,17 @@ class Rebuilds:
             abort_communicator(backend)
 
 
-def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ManagedGroup]) -> None:
+def _delete_spent_keys(op: Operation, groups: Sequence[ManagedGroup]) -> None:
     spent = [key for group in groups for key in spent_keys(group, op.scope.world)]
-    if not spent or job.rendezvous.alone:
+    if not spent or op.job.rendezvous.alone:
         return
 
     def delete(store: Store) -> None:
         stores.delete_keys(store, spent)
 
     deadline = Deadline(op.name, op.round.seconds, op.round.phase)
-    with op.step("store"):
-        job.rendezvous.client.ask(delete, deadline, repeats=True)
+    with op.record.step("store"):
+        op.job.rendezvous.client.ask(delete, deadline, repeats=True)
 
 
 def spent_keys(group: ManagedGroup, world: ProcessGroup) -> list[str]:

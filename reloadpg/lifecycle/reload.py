@@ -15,10 +15,9 @@ from . import recreate, suspend
 from .callbacks import callbacks, for_sets
 from .connect import Connect, validate
 from .destroy import abort
-from .job import Job
 from .kinds import RELOAD
 from .operation import Operation
-from .pending import Pending, run
+from .pending import Call, Pending
 
 
 @overload
@@ -112,8 +111,9 @@ def reload(
     wait = as_flag(wait, "reload(wait)", "nothing was changed")
     seconds = seconds_or_none(timeout, "reload(timeout)")
     attempts = checked_attempts(attempts)
-    op = Operation(RELOAD, named_sets(sets, "reload"), seconds)
-    return run(op, partial(restore, how=connect, attempts=attempts), wait=wait)
+    steps = partial(restore, how=connect, attempts=attempts)
+    call = Call(RELOAD, steps, named_sets(sets, "reload"), seconds, wait=wait)
+    return call.run().result() if wait else call.run()
 
 
 _PAUSE_S = 0.25
@@ -127,37 +127,37 @@ _OFFLOADED = (
 """The state and the remedy after a callback has failed."""
 
 
-def restore(op: Operation, job: Job, how: Connect | None = None, attempts: int = 1) -> None:
+def restore(op: Operation, how: Connect | None = None, attempts: int = 1) -> None:
     """The steps of a reload; see :func:`reload`."""
     how = how or ("eager" if op.options.recoverable else "none")
     for attempt in range(1, attempts + 1):
         try:
-            _restore(op, job, how, attempts, first=attempt == 1)
+            _restore(op, how, attempts, first=attempt == 1)
             return
         except ReloadpgError as error:
             if attempt == attempts or op.fails(error, min(_PAUSE_S * 2**attempt, _LONGEST_S)):
                 raise
 
 
-def _restore(op: Operation, job: Job, how: Connect, attempts: int, *, first: bool) -> None:
+def _restore(op: Operation, how: Connect, attempts: int, *, first: bool) -> None:
     """One attempt."""
     op.enter()
-    op.await_unfinished()
+    op.workers.await_unfinished()
     if op.scope.changes and first:
         op.call(for_sets(callbacks.before_reload, op.scope.sets), _OFFLOADED)
     if differs := _agree(op, how, attempts):
         reason = f"The ranks disagreed on the state: {differs}."
         op.record.warn(f"all groups were rebuilt. {reason}")
         op.scope.mark_offloaded()
-        abort(job, list(reversed(op.groups)), GroupState.FAILED, reason)
+        abort(op.job, list(reversed(op.scope.groups)), GroupState.FAILED, reason)
         op.reserve()
-        op.await_unfinished()
+        op.workers.await_unfinished()
     if not op.scope.changes:
         op.record.note("nothing is offloaded")
         op.call_reloaded()
         return
     strategy = suspend if op.scope.strategy == "suspend" else recreate
-    strategy.restore(op, job, how)
+    strategy.restore(op, how)
 
 
 def _agree(op: Operation, how: Connect, attempts: int) -> str:

@@ -41,6 +41,10 @@ class Record:
         self._note = ""
         self._before: dict[str, int] = {}
 
+    def do(self, activity: str) -> None:
+        """Record what this rank does now, for the status. Local."""
+        self.activity = activity
+
     def measure(self) -> None:
         """Record the memory in use before the operation. Idempotent."""
         self._before = self._before or memory.in_use()

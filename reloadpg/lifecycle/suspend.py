@@ -37,32 +37,32 @@ _LEAST_SHARE = 0.25
 _UNUSED = "its communicator was never used: nothing to suspend"
 
 
-def release(op: Operation, job: Job) -> None:
+def release(op: Operation) -> None:
     """The steps of an offload after its entry; see :func:`.offload.offload`."""
     live = recreate.live_groups(op)
-    obstacle = _obstacle_of(live, job)
+    obstacle = _obstacle_of(live, op.job)
     recreate.call_callbacks(op, for_sets(callbacks.offload, op.scope.sets))
     recreate.quiesce(op)
-    said = f"rank {job.rendezvous.rank}: {obstacle}" if obstacle else ""
+    said = f"rank {op.job.rendezvous.rank}: {obstacle}" if obstacle else ""
     obstacle = op.agree(said, itemgetter(0))  # of the lowest rank that has one
     live = [group for group in live if group.is_live]  # a callback may destroy groups
     if obstacle:
-        _release_instead(op, job, live, obstacle)
+        _release_instead(op, live, obstacle)
         return
     op.barrier("quiesced")
     for group in live:
         _record(group)
     # From here on, groups change: the operation completes, or sets them all to failed.
     held = memory.in_use()
-    with _suspending(op, job, "suspended"):
-        op.over(live, _suspend)
+    with _suspending(op, "suspended"):
+        op.workers.over(live, _suspend)
         op.barrier("suspended")
     suspended = [group for group in live if group.history.strategy == "suspend"]
-    op.record.warn(*_verify(suspended, job, held, memory.in_use()))
+    op.record.warn(*_verify(suspended, op.job, held, memory.in_use()))
     op.barrier("released")
 
 
-def _release_instead(op: Operation, job: Job, live: list[ManagedGroup], obstacle: str) -> None:
+def _release_instead(op: Operation, live: list[ManagedGroup], obstacle: str) -> None:
     """Recreate groups of which one cannot be suspended on some rank, at the same barriers."""
     live = recreate.let_go_of(op, live, [])  # only now is it known that generations end
     recreate.quiesce(op)
@@ -72,32 +72,32 @@ def _release_instead(op: Operation, job: Job, live: list[ManagedGroup], obstacle
         verb = "is" if len(live) == 1 else "are"
         groups = counted(len(live), "group")
         op.record.warn(f"{groups} {verb} recreated, not suspended: {obstacle}")
-    recreate.destroy(op, job, live, obstacle)
+    recreate.destroy(op, live, obstacle)
 
 
-def restore(op: Operation, job: Job, how: Connect) -> None:
+def restore(op: Operation, how: Connect) -> None:
     """The steps of a reload after the ranks have agreed on it; see :func:`.reload.reload`.
 
     Groups that an offload has recreated, and failed groups, are rebuilt after the others.
     """
-    suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
-    rank = job.rendezvous.rank
-    op.do("device", lambda: _check_room(suspended, rank), "checking free memory")
+    suspended = [g for g in op.scope.groups if not g.is_live and g.communicator is not None]
+    rank = op.job.rendezvous.rank
+    op.workers.do("device", lambda: _check_room(suspended, rank), "checking free memory")
     op.barrier("room")
-    with _suspending(op, job, "resumed"):
-        op.over(suspended, _resume)
+    with _suspending(op, "resumed"):
+        op.workers.over(suspended, _resume)
         op.barrier("resumed")
-    recreate.restore(op, job, how)
+    recreate.restore(op, how)
 
 
 @contextmanager
-def _suspending(op: Operation, job: Job, phase: str) -> Iterator[None]:
+def _suspending(op: Operation, phase: str) -> Iterator[None]:
     """A block in which groups are suspended or resumed; if it fails, the job suspends no more."""
     try:
         yield
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        job.stop_suspending(f"an earlier {op.name} failed in its phase {phase!r}: {reason}")
+        op.job.stop_suspending(f"an earlier {op.name} failed in its phase {phase!r}: {reason}")
         op.record.warn("from now on, the job recreates its groups and suspends none")
         raise
 

@@ -16,6 +16,7 @@ from ..groups.offloaded import GroupState
 from ..rendezvous.round import Round
 from ..threads import CancelToken, Deadline, Task
 from .destroy import abort
+from .installation import Options
 from .job import Job, Unfinished
 from .kinds import Kind
 from .report import Record
@@ -39,10 +40,13 @@ _UNFINISHED_S = 10.0
 
 
 class Workers:
-    """The threads of one operation on this rank."""
+    """The threads of one attempt of an operation on this rank."""
 
-    def __init__(self, kind: Kind, job: Job, record: Record) -> None:
+    def __init__(
+        self, kind: Kind, job: Job, record: Record, round_: Round, options: Options
+    ) -> None:
         self._kind, self._job, self._record = kind, job, record
+        self._round, self._options = round_, options
         self._busy: dict[int, str] = {}  # the group that each thread processes
         self._took: dict[ManagedGroup, float] = {}  # milliseconds
         self._to_do = 0
@@ -60,18 +64,13 @@ class Workers:
         """Set what a thread does, for messages. Local."""
         self._busy[index] = doing
 
-    def do(self, round_: Round, step: str, work: Callable[[], object], doing: str) -> None:
+    def do(self, step: str, work: Callable[[], object], doing: str) -> None:
         """Run blocking work before the next barrier, in a thread; see :meth:`Round.watch`."""
         with self._record.step(step, doing):
-            round_.watch([Task(work, self._kind.name)], CancelToken(), lambda: doing)
+            self._round.watch([Task(work, self._kind.name)], CancelToken(), lambda: doing)
 
     def over(
-        self,
-        round_: Round,
-        groups: Sequence[ManagedGroup],
-        action: Action,
-        threads: int,
-        parallelism: int | None,
+        self, groups: Sequence[ManagedGroup], action: Action, threads: int | None = None
     ) -> None:
         """Process groups in parallel, in this order, before the next barrier.
 
@@ -83,11 +82,9 @@ class Workers:
         the other.
 
         Args:
-            round_: the operation's barriers.
             groups: in the order that all ranks share.
             action: what to do with a group.
-            threads: number of threads.
-            parallelism: the installation's.
+            threads: number of threads; None for the installation's.
 
         Raises:
             ReleaseError, RebuildError: the action raised on this rank; the cause is chained.
@@ -97,18 +94,16 @@ class Workers:
         for order, part in groupby(groups, lambda group: group.construction.order[0]):
             together = list(part)
             alone = order == HANDED_OVER[0] or (
-                parallelism is None
+                self._options.parallelism is None
                 and any(nccl.needs_one_thread(g.construction.released.values()) for g in together)
             )
-            most = 1 if alone else min(threads, len(together))
+            most = 1 if alone else min(threads or self._options.threads, len(together))
             with self._record.step("groups"):
-                self._process(round_, deque(together), action, most)
+                self._process(deque(together), action, most)
         for group in groups:
             self._record.add(group, self._took[group])
 
-    def _process(
-        self, round_: Round, left: deque[ManagedGroup], action: Action, threads: int
-    ) -> None:
+    def _process(self, left: deque[ManagedGroup], action: Action, threads: int) -> None:
         """Process groups in some threads; the job records abandoned groups."""
         wanted, busy, took = CancelToken(), self._busy, self._took
 
@@ -126,13 +121,13 @@ class Workers:
                 finally:
                     del busy[index]
                 took[group] = (time.perf_counter() - begun) * 1e3
-                round_.advance()
+                self._round.advance()
 
         tasks: list[Task[object]] = []
         try:
             for index in range(threads):
                 tasks.append(Task(partial(loop, index), self._kind.name))
-            round_.watch(tasks, wanted, self.doing)
+            self._round.watch(tasks, wanted, self.doing)
         finally:
             wanted.cancel()  # also if a thread could not be started
             creates = not self._kind.releases
@@ -148,7 +143,7 @@ class Workers:
 
     # -- what failed operations have left ---------------------------------------------------
 
-    def await_unfinished(self, round_: Round) -> None:
+    def await_unfinished(self) -> None:
         """Wait a limited time for communicators that failed operations are still destroying.
 
         A call in C++ may never return and must not block the job.
@@ -159,16 +154,16 @@ class Workers:
             if entry.task is not None and entry.task.ended:
                 job.unfinished.remove(entry)
         destroying = [entry for entry in job.unfinished if entry.runs() and not entry.creates]
-        end = Deadline(self._kind.name, min(_UNFINISHED_S, round_.seconds / 2))
+        end = Deadline(self._kind.name, min(_UNFINISHED_S, self._round.seconds / 2))
 
         def wait() -> None:
             while end.left and any(entry.runs(min(0.2, end.left)) for entry in destroying):
-                round_.advance()  # the other ranks may wait for this limited time
+                self._round.advance()  # the other ranks may wait for this limited time
 
         if destroying:
             names = ", ".join(dict.fromkeys(entry.group for entry in destroying))
             doing = f"waiting for communicators that are still being destroyed: {names}"
-            self.do(round_, "unfinished", wait, doing)
+            self.do("unfinished", wait, doing)
 
     def abandon(self, scope: Scope, reason: str) -> None:
         """Set the groups to failed, and abort their communicators. Local; waits a limited time."""

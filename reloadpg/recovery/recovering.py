@@ -29,10 +29,10 @@ from ..groups.offloaded import GroupState
 from ..groups.registry import registry
 from ..lifecycle.callbacks import callbacks, for_sets
 from ..lifecycle.destroy import abort
-from ..lifecycle.job import Job, jobs
+from ..lifecycle.job import jobs
 from ..lifecycle.kinds import RECOVER
 from ..lifecycle.operation import Operation
-from ..lifecycle.pending import run
+from ..lifecycle.pending import Call
 from ..lifecycle.recreate import restore
 from ..processes import forked_holders
 from ..reports import RankFault, Report
@@ -96,13 +96,12 @@ def recover(
         InvalidOptionError: ``timeout`` is not positive; nothing was changed.
     """
     seconds = seconds_or_none(timeout, "timeout")
-    op = Operation(RECOVER)
     error = sys.exc_info()[1] if reason is None else reason  # this thread's
-    run(op, partial(_recover, reason=error, seconds=seconds))
+    report = Call(RECOVER, partial(_recover, reason=error, seconds=seconds)).run().result()
     del error
-    if op.job is not None and op.job.rendezvous.rank == 0:
-        logger.warning("%s", op.report)
-    return op.report
+    if report.rank == 0:
+        logger.warning("%s", report)
+    return report
 
 
 def recovery_requested() -> bool:
@@ -126,32 +125,32 @@ def recovery_requested() -> bool:
 
 def _recover(
     op: Operation,
-    job: Job,
     reason: str | BaseException | None,
     seconds: float | None,
 ) -> None:
     fault = _fault(op, reason)
+    groups = op.scope.groups
     report = json.dumps(
         {
             "fault": asdict(fault),
-            "begun": collectives_begun(op.groups),
-            "generation": max([job.generation, *(group.generation for group in op.groups)]),
+            "begun": collectives_begun(groups),
+            "generation": max([op.job.generation, *(group.generation for group in groups)]),
         }
     )
     if seconds is None:
         timeout = op.options.timeout.total_seconds()
-        seconds = max([timeout, *map(_longest_wait, op.groups)])
-    was_offloaded = job.offloaded
+        seconds = max([timeout, *map(_longest_wait, groups)])
+    was_offloaded = op.job.offloaded
     waited, holders = Deadline("recover", seconds), forked_holders()
     try:  # request first: collectives that fail because of the aborts then find the request
-        with op.step("wait.flag"):
+        with op.record.step("wait.flag"):
             op.enter(reason=str(fault))
     finally:
-        _abort_all(op, job, str(fault))
+        _abort_all(op, str(fault))
     while True:
         left = max(waited.left, _LEAST_S)
         try:
-            op.await_unfinished()
+            op.workers.await_unfinished()
             agreed = json.loads(op.agree(report, _summary, left))
             break
         except RendezvousTimeoutError as error:
@@ -169,7 +168,7 @@ def _recover(
     )
     if was_offloaded:
         op.call(for_sets(callbacks.before_reload, op.scope.sets))
-    restore(op, job, "canary")
+    restore(op, "canary")
 
 
 # -- the report of this rank --------------------------------------------------------------------
@@ -184,7 +183,7 @@ def _fault(op: Operation, reason: str | BaseException | None) -> RankFault:
         _release_work(reason)
     elif reason is not None:
         text = str(reason)[:1000]
-    return RankFault(op.scope.job.rendezvous.rank, text, where)
+    return RankFault(op.job.rendezvous.rank, text, where)
 
 
 def _release_work(error: BaseException) -> None:
@@ -242,18 +241,18 @@ def _longest_wait(group: ManagedGroup) -> float:
 # -- the steps ----------------------------------------------------------------------------------
 
 
-def _abort_all(op: Operation, job: Job, reason: str) -> None:
+def _abort_all(op: Operation, reason: str) -> None:
     """Set all groups to failed and abort their communicators in parallel. Local, non-blocking."""
     op.scope.mark_offloaded()
-    job.forget_clients()
+    op.job.forget_clients()
     op.in_caller(partial(_close_coalescing, op))
-    abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
+    abort(op.job, list(reversed(op.scope.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object
 
 
 def _close_coalescing(op: Operation) -> None:
     """End what the error has left open in the caller's thread."""
-    for group in op.groups:
+    for group in op.scope.groups:
         tables.close_coalescing(group.proxy)
 
 

@@ -12,21 +12,20 @@ from helpers.fault_job import FAR, Job, attempt, base_store, join_operations
 from helpers.interrupting import interrupt_at, interrupted_at_call
 
 import reloadpg
-from reloadpg.lifecycle import pending as waiting
 from reloadpg.lifecycle.caller import Caller
 from reloadpg.lifecycle.kinds import OFFLOAD
 from reloadpg.lifecycle.offload import release
 from reloadpg.lifecycle.operation import Operation
+from reloadpg.lifecycle.pending import Call
 from reloadpg.rendezvous.round import on_barrier
 
 INTERRUPTED = 1
 CALLER = tuple(
     function.__code__
     for function in (
-        waiting.run,
-        waiting.Pending.__init__,
-        waiting.Pending._start,
-        Caller.serve,
+        Call.run,
+        Call._start,
+        Caller.wait,
     )
 )
 """The functions in which a caller starts an operation and waits for it."""
@@ -57,10 +56,10 @@ def test_an_interrupt_before_a_callback_is_told_as_such(rank: int) -> None:
             self.check()
 
     if rank == INTERRUPTED:
-        op = Operation(OFFLOAD)
-        with pytest.raises(KeyboardInterrupt), op.begin(Leaving()):
-            assert op.job is not None
-            release(op, op.job)
+        op = Operation.begin(OFFLOAD, frozenset(), Leaving())
+        assert op is not None
+        with pytest.raises(KeyboardInterrupt), op:
+            release(op)
     else:
         seen = attempt(reloadpg.offload)
         assert seen.kind == "PeerFailedError"
@@ -74,7 +73,7 @@ def test_an_interrupt_before_a_callback_is_told_as_such(rank: int) -> None:
 def test_an_interrupt_ends_the_operation_alike_on_all_ranks(rank: int, name: str) -> None:
     """After any line of the caller: the groups are in one state, and a reload restores them."""
     job = Job("gloo", subgroups=([0, 1],), timeout=FAR)
-    line, interrupted = 2, True  # before the third one, the call has not begun
+    line, interrupted = 0, True
     while interrupted and line < 60:  # until the functions have fewer lines
         line += 1
         if name == "reload":
@@ -151,7 +150,7 @@ def test_an_interrupt_at_any_call_leaves_no_operation_running(pending: bool) -> 
             with reloadpg.offloaded():
                 pass
 
-    for number in range(1, 200, 3) if pending else range(0, 200, 2):
+    for number in range(0, 200, 2):
         try:
             with interrupted_at_call(number):
                 cycle()

@@ -21,7 +21,7 @@ from helpers.interrupting import raised_at_call
 
 import reloadpg
 from reloadpg.lifecycle.block import Block
-from reloadpg.lifecycle.pending import run
+from reloadpg.lifecycle.pending import Call
 from reloadpg.rendezvous.round import on_barrier
 from reloadpg.testing import run_ranks
 
@@ -90,7 +90,7 @@ def test_an_interrupt_at_any_call_of_a_beginning_operation_is_told(
             reloadpg.offload()
         left, seen = [1], None
         if rank == INTERRUPTED:
-            with raised_at_call(number, error("of a handler"), run.__code__) as left:
+            with raised_at_call(number, error("of a handler"), Call.run.__code__) as left:
                 seen = attempt(getattr(reloadpg, name))
         else:
             seen = attempt(getattr(reloadpg, name))
@@ -195,7 +195,7 @@ class Signals:
         return kind
 
 
-ENTERED = {run.__code__, Block.enter.__code__}
+ENTERED = {Call.run.__code__, Block.enter.__code__}
 
 
 def _sweep(rank: int, size: int, signals: int) -> tuple[int, set[str]]:
