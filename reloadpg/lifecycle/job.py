@@ -153,6 +153,10 @@ class Job:
     def offloaded(self) -> bool:
         return any(state.offloaded for state in list(self.sets.values()))
 
+    def follow(self, of: weakref.ref[ProcessGroup]) -> None:
+        """Go on with the reloadable group in the place of the default group. Local."""
+        self.of = of
+
     def begin_operation(self) -> None:
         """Forget how the last operation has failed. Local."""
         self.last_error = ""
@@ -231,17 +235,25 @@ class Jobs:
             )
         with registry.lock:
             if self._job is None or self._job.of() is not world:
-                # Rank 0's store, and the server in it, must not outlive the default group:
-                # otherwise the next job would find the keys of this one.
-                rendezvous, self._expected = self._expected, None
-                if rendezvous is None:
-                    root = stores.root_store_of_job(world) if tables.has_peers() else None
-                    rendezvous = Rendezvous(root, world.rank(), world.size(), watches=True)
-                job = Job(weakref.ref(world, self._forget), rendezvous)
-                if (group := managed(world)) is not None:
-                    group.call_before_end(job.end)
-                self._job = job
+                self._job = self._begun(world)
             return self._job
+
+    def _begun(self, world: ProcessGroup) -> Job:
+        """The job of a default group that has none. Local."""
+        # Rank 0's store, and the server in it, must not outlive the default group: otherwise the
+        # next job would find the keys of this one.
+        group, of = managed(world), weakref.ref(world, self._forget)
+        if (job := self._job) is not None and group is not None and job.of() is group.communicator:
+            job.follow(of)  # a barrier has begun it before install has made the group reloadable
+        else:
+            rendezvous, self._expected = self._expected, None
+            if rendezvous is None:
+                root = stores.root_store_of_job(world) if tables.has_peers() else None
+                rendezvous = Rendezvous(root, world.rank(), world.size(), watches=True)
+            job = Job(of, rendezvous)
+        if group is not None:
+            group.call_before_end(job.end)
+        return job
 
     @contextmanager
     def expecting(self, rendezvous: Rendezvous) -> Iterator[None]:

@@ -20,7 +20,9 @@ from helpers.fault_job import FAR, Job, attempt, base_store, join_operations
 from helpers.interrupting import raised_at_call
 
 import reloadpg
+from reloadpg import environment
 from reloadpg.lifecycle.block import Block
+from reloadpg.lifecycle.job import jobs
 from reloadpg.lifecycle.pending import Call
 from reloadpg.rendezvous.round import on_barrier
 from reloadpg.testing import run_ranks
@@ -70,6 +72,23 @@ def test_a_late_rank_calls_no_callback_in_an_operation_that_has_ended(rank: int,
     job.meet("ended")
     reloadpg.reload()
     job.assert_live()
+
+
+@pytest.mark.ranks(2)
+def test_a_job_that_a_barrier_has_begun_goes_on_after_install(rank: int) -> None:
+    """The default group is then another object, and the ranks have met in that job."""
+    worlds.init("gloo")
+    environment.barrier()
+    begun = jobs.known
+    assert begun is not None
+    reloadpg.install(backends={"gloo"}, timeout=FAR)
+    for _ in range(2):
+        reloadpg.offload()
+        reloadpg.reload()
+        environment.barrier()
+        assert jobs.known is begun
+    dist.destroy_process_group()
+    assert jobs.known is None
 
 
 # -- interrupts -----------------------------------------------------------------------------------
