@@ -179,8 +179,11 @@ def has_peers() -> bool:
 
 
 def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
-    """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry."""
-    tables = cast(Any, _c10d._world)
+    """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry.
+
+    An open coalescing stays with ``inner``, on which torch will end it.
+    """
+    tables: Any = _c10d._world
     by_group, tags = _read_by_group(tables), tables.tags_to_pg
     for table in by_group:
         if inner in table:
@@ -215,10 +218,7 @@ NAMED_TABLES = (
 )
 """The tables in which torch enters a new group."""
 _HOOKS = "pg_flight_recorder_hooks"  # the recorder of a group, from 2.15 on
-_BY_GROUP = (
-    *(*NAMED_TABLES[:-1], "pg_coalesce_state"),
-    *([_HOOKS] if hasattr(_c10d._world, _HOOKS) else []),
-)
+_BY_GROUP = (*NAMED_TABLES[:-1], *([_HOOKS] if hasattr(_c10d._world, _HOOKS) else []))
 _read_by_group = attrgetter(*_BY_GROUP)
 _NAMES, _TAGS = _BY_GROUP.index("pg_names"), _BY_GROUP.index("pg_to_tag")
 

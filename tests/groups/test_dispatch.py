@@ -152,6 +152,16 @@ def test_a_coalescing_is_ended_on_the_group_on_which_it_was_started(call):
 
 
 @pytest.mark.ranks(1)
+def test_an_install_within_a_coalescing_of_the_default_group_leaves_it_to_torch():
+    """Torch ends it on the group on which it was started."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with distributed_c10d._coalescing_manager(dist.group.WORLD, torch.device("cpu")):
+        reloadpg.install(backends={"fake"})
+    assert type(dist.group.WORLD) is ReloadableProcessGroup
+    assert len(distributed_c10d._world.pg_coalesce_state) == 0
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", sorted(dispatch.REMOVALS))
 def test_a_hook_can_be_removed_after_its_communicator(name):
     """The hooks of a communicator end with it; torch ignores a number that it does not know."""

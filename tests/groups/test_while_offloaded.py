@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
 from datetime import timedelta
 
 import pytest
@@ -167,24 +166,6 @@ def test_refused_coalescing_does_not_postpone_later_collectives(rank):
         assert caught.value.operation == "allreduce"
     reloadpg.reload()
     assert summed(None, rank) == 3
-
-
-@pytest.mark.ranks(2)
-def test_finished_work_and_refused_tensors_are_unchanged(rank):
-    """A Work that the program holds does not keep its communicator alive."""
-    start()
-    tensor = torch.tensor([2**rank])
-    work = dist.all_reduce(tensor, async_op=True)
-    work.wait()
-    inner = weakref.ref(dist.group.WORLD._managed.communicator)
-    reloadpg.offload()
-    untouched = torch.tensor([5.0, 6.0])
-    with pytest.raises(GroupOffloadedError):
-        dist.all_reduce(untouched, async_op=True)
-    assert inner() is None
-    assert work.is_completed()
-    assert (int(tensor), untouched.tolist()) == (3, [5.0, 6.0])
-    reloadpg.reload()
 
 
 # ---------------------------------------------------------------------------------------------
