@@ -1,4 +1,4 @@
-"""Processes of this host: which one an id means, and which have ended. Imports no torch."""
+"""Processes of this host: their identity, and which have ended. Imports no torch."""
 
 from __future__ import annotations
 

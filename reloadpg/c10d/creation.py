@@ -148,7 +148,7 @@ def _unregister_unknown(entered: Mapping[Any, str]) -> None:
 
 @contextmanager
 def name_freed(group: ProcessGroup) -> Iterator[None]:
-    """A block in which the name of a group can be used for another one; torch refuses that."""
+    """A block in which another group can take a group's name; torch refuses that."""
     names = _c10d._world.pg_names
     name = names[group]
     names[group] = cast(Any, f"{name} (being rebuilt)")
@@ -166,8 +166,8 @@ class _Replacements:
     """What is replaced in torch while a thread is in a `private_creation`.
 
     These are four functions of ``distributed_c10d``, and the class of ``_world``. Each table is a
-    property of that class, which torch documents as the place to override them. The other threads
-    get torch's own.
+    property of that class; torch documents it as the place to override them. The other threads get
+    torch's own.
     """
 
     def __init__(self) -> None:

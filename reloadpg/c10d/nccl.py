@@ -33,8 +33,8 @@ how the calls that wait are made:
 * An unknown lock: one group at a time, in the shared order, unless ``install(parallelism=...)``
   says otherwise.
 
-``ProcessGroupNCCL2`` holds its lock in the first use too. Its abort waits for that lock, and all
-other aborts and creations of the process wait for that abort. So the first use in a reload is a
+``ProcessGroupNCCL2`` holds its lock in the first use too. Its abort waits for the lock, and all
+other aborts and creations of the process wait for this abort. So the first use in a reload is a
 :class:`Call`, which :func:`end_calls` ends without torch. A first use by the program is not.
 
 ``suspend`` and ``resume`` are called without torch's lock, and as a :class:`Call`. A call that

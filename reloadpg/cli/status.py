@@ -1,6 +1,6 @@
 """``reloadpg status``: the state of the ranks of a running job, from outside the job.
 
-A running operation comes first: which ranks wait at which barrier, since when, and for which ranks.
+A running operation comes first: the ranks that wait, their barrier, since when, and for whom.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Scope:
 
 
 open_scopes: list[Scope] = []
-"""The blocks that this process is in, in the order in which they began."""
+"""The open blocks of this process, in the order in which they began."""
 
 
 def _stores_of_groups() -> WeakSet[Store]:

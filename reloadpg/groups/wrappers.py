@@ -25,7 +25,7 @@ Wrapper = Callable[[Function], Function]
 """Takes one of torch's functions and returns the function that replaces it."""
 
 _UNCHANGED = frozenset({list, tuple, range, type(None)})
-"""Types of ``ranks`` that torch does not change and that can be read twice."""
+"""Types of ``ranks`` that torch does not change; each can be read twice."""
 
 
 def wrappers(after_world: Callable[[], object] = lambda: None) -> dict[str, Wrapper]:

@@ -97,9 +97,9 @@ def abort(
 ) -> list[Unfinished]:
     """Abort the communicators of groups without waiting for other ranks. Local, non-blocking.
 
-    All groups are marked first: a collective that another thread starts on one of them then raises,
-    and does not wait for peers that have aborted. Their communicators, and the communicators that
-    an offload was destroying, are then aborted, each in a separate thread: an abort can hang while
+    All groups are marked first: a collective that another thread starts on one of them then raises.
+    It does not wait for peers that have aborted. Their communicators, and the communicators that an
+    offload was destroying, are then aborted, each in a separate thread: an abort can hang while
     another one is stuck, and several aborts in sequence have hung (pytorch#119797, #150690).
 
     If no thread can be started, the next call aborts the recorded communicators. With ``whole``,

@@ -163,7 +163,7 @@ def _restore(op: Operation, how: Connect, attempts: int, *, first: bool) -> None
 def _agree(op: Operation, how: Connect, attempts: int) -> str:
     """Agree with all ranks; return in what they differ if that is the state alone.
 
-    A link that was down, or a store that did not respond, can let an operation end differently on
+    After a link was down, or a store did not respond, an operation can have ended differently on
     the ranks. Then they rebuild all groups of the chosen sets; ranks with live groups release them.
     """
     differs = ""

@@ -140,7 +140,7 @@ class Rendezvous:
 
     @property
     def polls(self) -> str:
-        """The key that counts the ranks that poll at a barrier."""
+        """The key that counts the polling ranks of a barrier."""
         return f"{self.state.job}/polls"
 
     def watch(self, deadline: Deadline) -> None:
