@@ -412,8 +412,9 @@ class _Engine:
                 "changed. Wrap it in an object with one of these pairs."
             )
         options = {"level": level} if sleep == "sleep" else {}
-        self.sleep: Callable[[], object] = partial(_blocking(engine, sleep), **options)
-        self._wake = _blocking(engine, wake)
+        where = f"colocated(engine={type(engine).__qualname__})"
+        self.sleep: Callable[[], object] = partial(blocking(engine, sleep, where), **options)
+        self._wake = blocking(engine, wake, where)
         if tags and not _takes_tags(getattr(engine, wake)):
             raise InvalidOptionError(
                 f"colocated(engine={type(engine).__qualname__}, wake_tags={tags!r}): its {wake}() "
@@ -426,19 +427,22 @@ class _Engine:
         return result if isinstance(result, bool) else None
 
 
-def _blocking(engine: Any, name: str) -> Callable[..., Any]:
-    """A method that must block. Those of a Ray actor are called by remote() and return at once."""
+def blocking(engine: Any, name: str, where: str) -> Callable[..., Any]:
+    """A method that must block. Those of a Ray actor are called by remote() and return at once.
+
+    Args:
+        where: the call of the program that has passed the engine, for messages.
+    """
     method = getattr(engine, name)
     asynchronous = InvalidOptionError(
-        f"colocated(engine={type(engine).__qualname__}): {name}() is asynchronous but must block; "
-        "it was not awaited. Pass an object whose methods wait for it (asyncio.run, "
-        "run_until_complete, ray.get)."
+        f"{where}: {name}() is asynchronous but must block; it was not awaited. Pass an object "
+        "whose methods wait for it (asyncio.run, run_until_complete, ray.get)."
     )
     if inspect.iscoroutinefunction(method) or hasattr(method, "remote"):
         raise asynchronous
 
-    def call(**options: Any) -> Any:
-        result = method(**options)
+    def call(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options)
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()  # otherwise Python also warns that it was never awaited

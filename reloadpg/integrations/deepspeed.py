@@ -15,8 +15,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .. import offloaded as offloaded_groups
 from ..errors import InvalidOptionError
+from .optimizers import block_around
 
 __all__ = ["offloaded"]
 
@@ -43,8 +43,7 @@ class offloaded:  # noqa: N801 - used like a function
                 f"offloaded({type(engine).__qualname__}): it has no empty_partition_cache(); "
                 "nothing was changed. Pass the engine that deepspeed.initialize() returned."
             )
-        self._engine = engine
-        self._block: AbstractContextManager[Any] = offloaded_groups() if block is None else block
+        self._engine, self._block = engine, block_around(block)
 
     def __enter__(self) -> Any:
         self._engine.empty_partition_cache()

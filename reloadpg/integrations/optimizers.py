@@ -26,6 +26,16 @@ from ..settings import as_integer
 __all__ = ["Every", "OffloadedPhase", "Rollouts", "every"]
 
 
+def block_around(block: AbstractContextManager[Any] | None) -> AbstractContextManager[Any]:
+    """The block of a hook: by default a :class:`reloadpg.offloaded`. Refuses other objects."""
+    if block is not None and not hasattr(block, "__enter__"):
+        raise InvalidOptionError(
+            f"block={block!r}: not a context manager; nothing was registered. Pass "
+            "reloadpg.offloaded() or the result of colocated()."
+        )
+    return offloaded() if block is None else block
+
+
 class Rollouts:
     """Enters and leaves a block in methods of an engine; base of handles.
 
@@ -35,8 +45,7 @@ class Rollouts:
 
     def __init__(self, block: AbstractContextManager[Any] | None) -> None:
         self.cycles = 0
-        self._block: AbstractContextManager[Any] = offloaded() if block is None else block
-        self._inside = False
+        self._block, self._inside = block_around(block), False
 
     def begin(self) -> None:
         """Offload the groups, if they are live. Collective over all ranks."""
@@ -99,13 +108,7 @@ class OffloadedPhase:
             raise InvalidOptionError(
                 f"phase={phase!r}: not callable; nothing was registered. Pass a function."
             )
-        if block is not None and not hasattr(block, "__enter__"):
-            raise InvalidOptionError(
-                f"block={block!r}: not a context manager; nothing was registered. Pass "
-                "reloadpg.offloaded() or the result of colocated()."
-            )
-        self._phase, self._every = phase, interval
-        self._block: AbstractContextManager[Any] = offloaded() if block is None else block
+        self._phase, self._every, self._block = phase, interval, block_around(block)
         self.calls = 0
         self.cycles = 0
 

@@ -13,7 +13,6 @@ imported.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from urllib.parse import urlencode
 from .. import is_installed, offload, reload
 from ..errors import InvalidOptionError, ReloadpgError
 from ..settings import is_off
+from .colocation import blocking
 from .server import HttpServer, status_of
 
 __all__ = ["Server", "WorkerGroups"]
@@ -51,13 +51,9 @@ class WorkerGroups:
                 f"WorkerGroups({llm!r}): it has no collective_rpc(); nothing was changed. Pass a "
                 "vllm.LLM."
             )
-        if inspect.iscoroutinefunction(llm.collective_rpc):  # AsyncLLM
-            raise InvalidOptionError(
-                f"WorkerGroups({type(llm).__qualname__}): collective_rpc() is asynchronous; "
-                "nothing was changed. Pass a vllm.LLM, or an object whose methods wait."
-            )
         self._llm = llm
-        if not all(llm.collective_rpc(_is_installed)):
+        self._on_all = blocking(llm, "collective_rpc", f"WorkerGroups({type(llm).__qualname__})")
+        if not all(self._on_all(_is_installed)):
             raise InvalidOptionError(
                 "WorkerGroups: reloadpg is not installed in the engine's workers; nothing was "
                 "changed. Set RELOADPG_AUTOINSTALL=1 before the engine is created."
@@ -70,7 +66,7 @@ class WorkerGroups:
             The numbers of each worker's report.
         """
         self._llm.sleep(level=level)
-        return list(self._llm.collective_rpc(_offload))
+        return list(self._on_all(_offload))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Any:
         """Reload the workers' groups, and wake the engine. Blocking.
@@ -78,7 +74,7 @@ class WorkerGroups:
         Returns:
             What the engine's own ``wake_up`` returns: whether all of it is awake.
         """
-        self._llm.collective_rpc(_reload)
+        self._on_all(_reload)
         return self._llm.wake_up(tags=None if tags is None else list(tags))
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.in_turn import variables
 
 import reloadpg
+from reloadpg import environment
 from reloadpg.environment import DistributedEnvironmentError
 from reloadpg.testing import run_ranks
 
@@ -28,27 +29,6 @@ def create(rank: int, size: int, path: str) -> None:
     )
 
 
-def refused(call: str) -> str:
-    with pytest.raises(DistributedEnvironmentError) as caught:
-        CALLS[call]()
-    assert dist.is_initialized()  # it is left as it was
-    return str(caught.value)
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("call", CALLS)
-def test_a_group_of_one_under_a_launcher_of_two_is_an_error_that_names_both(
-    call: str, rank: int, tmp_path: object
-) -> None:
-    """Adopted silently, each process would be rank 0 of 1 and pass every barrier (failure 44)."""
-    create(0, 1, f"{tmp_path}/store{rank}")
-    message = refused(call)
-    assert f"torchrun started this process as rank {rank} of 2" in message
-    assert "the default group (gloo) has it as rank 0 of 1" in message
-    assert "destroy_process_group()" in message
-
-
 SLURM = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")),
     **dict.fromkeys(("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
@@ -60,9 +40,15 @@ SLURM = {
 
 @pytest.mark.ranks(2)
 def test_a_group_in_which_the_rank_is_another_one_is_an_error(rank: int, tmp_path: object) -> None:
-    """The size alone fits: shards and checkpoints would be exchanged."""
+    """The size alone fits: shards and checkpoints would be exchanged. It is left as it was, and
+    ``get_rank`` returns its rank from then on."""
+    assert (environment.get_rank(), environment.is_rank_zero()) == (rank, rank == 0)
     create(1 - rank, 2, f"{tmp_path}/store")
-    assert f"the default group (gloo) has it as rank {1 - rank} of 2" in refused("init_distributed")
+    said = rf"the default group \(gloo\) has it as rank {1 - rank} of 2.*destroy_process_group\(\)"
+    with pytest.raises(DistributedEnvironmentError, match=said):
+        environment.init_distributed(init_timeout=60)
+    assert dist.is_initialized()
+    assert (environment.get_rank(), environment.is_rank_zero()) == (1 - rank, rank == 1)
 
 
 @pytest.mark.ranks(2)

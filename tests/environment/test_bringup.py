@@ -23,7 +23,7 @@ from helpers.in_turn import variables
 import reloadpg
 from reloadpg import environment
 from reloadpg.environment import DistributedEnvironmentError
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import simulated
 
 LIMIT = 150.0
 """Seconds within which the ranks of a run must have ended: nothing here is to wait so long."""
@@ -147,29 +147,6 @@ def test_a_world_of_1_makes_no_group_unless_asked() -> None:
         assert not dist.is_initialized()
 
 
-def come_up_partly(rank: int, world_size: int) -> tuple[Any, ...]:
-    helpers = (environment.get_rank(), environment.is_rank_zero())
-    with reloadpg.environment.init_distributed("gloo", init_timeout=60) as context:
-        return (*helpers, context.environment.world_size, summed(1))
-
-
-SPAWNED = dict.fromkeys(("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"))
-
-
-@pytest.mark.parametrize(
-    "env",
-    [{**SPAWNED, "LOCAL_RANK": None}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}],
-    ids=["no LOCAL_RANK", "each is local rank 0"],
-)
-def test_ranks_that_are_not_described_as_by_torchrun_come_up(env: dict[str, str | None]) -> None:
-    """RANK, WORLD_SIZE and the address, as programs set them that spawn their own ranks.
-
-    Two ranks of one host may both have local rank 0, as in containers with equal host names.
-    """
-    found = run_ranks(come_up_partly, 2, env=env, timeout=240)
-    assert found == [(0, True, 2, 2.0), (1, False, 2, 2.0)]
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("installed", [False, True])
 def test_the_library_has_one_connection_to_the_store_from_bring_up_to_exit(
@@ -264,21 +241,6 @@ def test_ranks_that_disagree_raise_on_all_ranks_with_ranks_and_values(
             assert not dist.is_initialized()
 
 
-def wait_for_arrival() -> dist.TCPStore:
-    """Wait until another rank has arrived in bring-up; return a client of the store."""
-    serves = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=serves,
-        wait_for_workers=False,
-        multi_tenant=True,  # bring-up's own store at this address has the same server
-    )
-    count = "reloadpg/bringup/0/1/reloadpg/1/1/count"
-    store.wait([count], timedelta(seconds=LIMIT))
-    return store
-
-
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
@@ -293,31 +255,20 @@ def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
         assert summed(rank) == 1
 
 
-@pytest.mark.parametrize(
-    "absent",
-    [
-        pytest.param(2, marks=[pytest.mark.ranks(3), pytest.mark.slow]),
-        pytest.param(0, marks=pytest.mark.ranks(3, store="rank0")),
-    ],
-)
-def test_a_missing_rank_is_named_by_the_others_at_the_timeout(absent: int, rank: int) -> None:
-    """Also where the missing rank is the one with the store."""
-    if rank == absent:
+@pytest.mark.ranks(3)
+def test_a_missing_rank_is_named_by_the_others_at_the_timeout(rank: int) -> None:
+    """Rank 0 reaches its timeout, when rank 1 has arrived, and decides for both."""
+    if rank == 2:
         return
-    # Without a store, each rank reaches its timeout. Otherwise one does, which first waits for the
-    # other, and decides for both.
-    serves = absent == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    last = rank == (2 if absent == 0 else 0)
-    timeout = 1.5 if last or serves else 60.0
     os.environ["RELOADPG_GRACE_S"] = "10"  # in which the ranks that are here respond
-    store = wait_for_arrival() if last and not serves else None
+    timeout = 60.0 if rank else 1.5
+    if rank == 0:
+        server = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        arrived = ["reloadpg/bringup/0/1/reloadpg/1/1/count"]
+        dist.TCPStore(*server, is_master=False).wait(arrived, timedelta(seconds=LIMIT))
     with pytest.raises(reloadpg.RendezvousTimeoutError, match=f" {timeout:g} s") as caught:
         reloadpg.environment.init_distributed(init_timeout=timeout)
-    assert (caught.value.phase, caught.value.missing) == (
-        "connect" if serves else "agree",
-        (absent,),
-    )
-    del store
+    assert (caught.value.phase, caught.value.missing) == ("agree", (2,))
 
 
 SECOND = {"RANK": "1", "LOCAL_RANK": "1"}
@@ -479,12 +430,6 @@ def open_sockets() -> set[str]:
 @pytest.mark.ranks(1)
 def test_bad_input_is_refused_before_a_socket_is_opened_or_a_variable_written() -> None:
     """With a ValueError that names the value."""
-    import reloadpg.environment.store as stores
-
-    def opened(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a store was opened")
-
-    stores.TCPStore = opened  # type: ignore[assignment, misc]
     for name, (env, options, text) in BAD.items():
         with variables({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **env}):
             environ, before = dict(os.environ), open_sockets()
@@ -542,30 +487,15 @@ def test_an_evaluator_alone_gets_no_group_and_one_without_an_address_an_error() 
             environment.ensure_process_group()
 
 
-@pytest.mark.ranks(1, env={**NOTHING, **NO_ADDRESS, **SECOND, "WORLD_SIZE": "2"})
-def test_an_error_of_an_evaluator_names_the_function_that_it_has_called() -> None:
-    """Not init_distributed, which it has not."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nothing listens there
-        port = str(taken.getsockname()[1])
-        with (
-            variables({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}),
-            pytest.raises(reloadpg.RendezvousTimeoutError) as caught,
-        ):
-            environment.ensure_process_group(init_timeout=1)
-    assert str(caught.value).startswith("ensure_process_group: rank 1 of 2: no store responded")
-
-
-@pytest.mark.slow
-def test_the_interpreter_exits_normally_after_a_store_was_not_reached() -> None:
+def test_an_evaluator_that_does_not_reach_the_store_exits_with_an_error_that_names_its_call() -> (
+    None
+):
     """A thread in the store of torch would end it with SIGABRT; no warning of torch is written."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nothing listens there
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-        code = (
-            "import reloadpg; reloadpg.environment.init_distributed(device='cpu', init_timeout=1)"
-        )
+        code = "import reloadpg; reloadpg.environment.ensure_process_group(init_timeout=1)"
         done = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, **place, **ranks},
@@ -574,5 +504,6 @@ def test_the_interpreter_exits_normally_after_a_store_was_not_reached() -> None:
             timeout=280,
         )
     assert done.returncode == 1, done.stderr
-    assert "RendezvousTimeoutError" in done.stderr.splitlines()[-1]
+    said = "RendezvousTimeoutError: ensure_process_group: rank 1 of 2: no store responded"
+    assert said in done.stderr.splitlines()[-1]
     assert "socket.cpp" not in done.stderr

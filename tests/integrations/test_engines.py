@@ -165,9 +165,8 @@ def test_workers_without_an_installation_are_refused() -> None:
         async def collective_rpc(self, method: Any) -> list[Any]:
             return []
 
-    with pytest.raises(
-        reloadpg.errors.InvalidOptionError, match=r"Asynchronous.: .*asynchronous; noth"
-    ):
+    said = r"Asynchronous.: collective_rpc.. is asynchronous"
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=said):
         WorkerGroups(Asynchronous())
 
 

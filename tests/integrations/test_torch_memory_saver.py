@@ -105,6 +105,10 @@ def test_failure_28_a_wrong_order_is_refused_with_the_call_to_make() -> None:
         said = r"(?s)2 groups are live.*Call reloadpg.offload\(\) on all ranks first"
         with pytest.raises(MemorySaverError, match=said):
             saver.pause()
+        said = r"pass the trainer's other tags: MemorySaver\(tags=\[...\]\)"
+        for tags in (None, ["default", "param_buffer"]):
+            with pytest.raises(MemorySaverError, match=said):
+                MemorySaver(bare, tags=tags).pause("param_buffer")
         assert bare.calls == []
         assert sums_right(None, group)
         reloadpg.offload()
@@ -124,30 +128,6 @@ def test_failure_28_a_wrong_order_is_refused_with_the_call_to_make() -> None:
         assert (saver.paused, bare.active_bytes) == ((), ACTIVE)
         assert bare.calls == ["pause", "resume"]
         saver.close()
-
-
-@pytest.mark.ranks(2)
-def test_memory_of_another_tag_is_paused_before_the_groups_are_released() -> None:
-    """As miles does with ``--rematerialize-param-from-master-weight``. A saver of all memory, and
-    one whose tags have it, refuse the pause and say what to change.
-    """
-    with a_job() as (bare, group):
-        bare.malloc("master weights", 4 * BYTES, tag="param_buffer")
-        said = r"pass the trainer's other tags: MemorySaver\(tags=\[...\]\)"
-        for tags in (None, ["default", "param_buffer"]):
-            with pytest.raises(MemorySaverError, match=said):
-                MemorySaver(bare, tags=tags).pause("param_buffer")
-        saver = MemorySaver(bare, tags=["gradients", "default"])
-        for _ in range(CYCLES):
-            saver.pause("param_buffer")
-            reloadpg.offload()
-            saver.pause_all()
-            assert (bare.active_bytes, simulated.stats().held_bytes) == (0, 0)
-            saver.resume_all()
-            reloadpg.reload()
-            saver.resume("param_buffer")
-            assert sums_right(None, group)
-        assert bare.active_bytes == ACTIVE + 4 * BYTES
 
 
 @pytest.mark.ranks(2)
