@@ -199,6 +199,7 @@ def test_an_existing_group_is_adopted_unchanged_and_a_warning_names_what_differs
         for given, expected in ((33, 33), (None, 77)):  # None: that of the adopted group
             with reloadpg.environment.init_distributed(timeout=given, **mesh) as meshed:
                 assert meshed.mesh is not None
+                assert meshed.mesh.get_group("tp") is world  # no second group over the same ranks
                 own = meshed.mesh.get_group("dp_shard")
                 timeout = own._get_backend(torch.device("cpu")).options._timeout
                 assert round(timeout.total_seconds(), 1) == expected

@@ -47,14 +47,3 @@ def test_a_mesh_works_through_three_reloads(rank: int) -> None:
                 first = rank - (rank // STRIDES[name] % 2) * STRIDES[name]
                 assert value.item() == 2 * first + STRIDES[name]
     assert not dist.is_initialized()
-
-
-@pytest.mark.ranks(2)
-def test_a_dimension_as_large_as_the_world_uses_world() -> None:
-    """There is no second communicator over the same ranks."""
-    with reloadpg.environment.init_distributed(
-        init_timeout=30, mesh_dims={"dp_shard": -1}
-    ) as context:
-        mesh: Any = context.mesh
-        assert mesh.get_group("dp_shard") is dist.group.WORLD
-        assert mesh.mesh.tolist() == [0, 1]

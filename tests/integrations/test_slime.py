@@ -205,8 +205,7 @@ def test_the_patch_uses_an_installation_that_exists() -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("connect", ["eager", "none"])
-def test_gloo_groups_and_groups_of_one_rank_are_reloadable_on_request(connect: Any) -> None:
+def test_gloo_groups_and_groups_of_one_rank_are_reloadable_on_request() -> None:
     """The options of the patch are those of ``install``, as slime's own CPU tests expect."""
     monkey_patch_torch_dist(backends={"gloo"}, min_size=1)
     worlds.init("gloo", timeout=GIVEN)
@@ -221,7 +220,7 @@ def test_gloo_groups_and_groups_of_one_rank_are_reloadable_on_request(connect: A
         assert [text for text in report.warnings if "not reloadable" in text] == []
         assert [group.group for group in mine] == [None] * len(mine)
         dist.barrier(group=gloo)
-        reload_process_groups(connect=connect)
+        reload_process_groups(connect="none")
         assert all(group.group is group for group in mine)
         dist.barrier(group=made["PP"][0])
         assert dist.get_world_size(made["PP"][0]) == 4
@@ -270,11 +269,18 @@ def test_the_default_group_is_rebuilt_with_the_timeout_registered_last() -> None
         assert sums_right(None)
 
 
+class Wrapped(dist.ProcessGroup):
+    def __init__(self, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
+        self.group = group
+
+
 @pytest.mark.ranks(2)
 def test_the_tables_that_other_code_reads_are_there() -> None:
     """The unpatched function, the groups of the process, and how each was created.
 
-    ``uninstall`` removes these names, but not one that another program has set.
+    A plain group's ``group`` is the group itself; a subclass may have its own. ``uninstall``
+    removes these names, but not one that another program has set.
     """
     simulated.register()
     for _ in range(2):
@@ -288,6 +294,7 @@ def test_the_tables_that_other_code_reads_are_there() -> None:
     assert dist.old_new_group is old_new_group_dict[os.getpid()]  # type: ignore[attr-defined]
     plain = dist.old_new_group([0, 1])  # type: ignore[attr-defined]
     assert not isinstance(plain, ReloadableProcessGroup)
+    assert plain.group is Wrapped(plain).group is plain
     alone = [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
     assert alone.group is alone  # type: ignore[union-attr]
     report = destroy_process_groups()
@@ -310,6 +317,8 @@ def test_the_tables_that_other_code_reads_are_there() -> None:
     for _ in range(2):
         reloadpg.uninstall()
         assert (hasattr(dist, "old_new_group"), hasattr(made[0], "group_info")) == (False, False)
+        assert not hasattr(plain, "group")
+        assert Wrapped(plain).group is plain
         assert os.getpid() not in old_new_group_dict
         monkey_patch_torch_dist()
         made[0] = dist.new_group([0, 1])
@@ -317,26 +326,3 @@ def test_the_tables_that_other_code_reads_are_there() -> None:
     dist.old_new_group = dist.new_group  # type: ignore[attr-defined]
     reloadpg.uninstall()
     assert hasattr(dist, "old_new_group")
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(1)
-def test_each_group_has_group_until_uninstall() -> None:
-    """A plain group's is the group itself; a subclass may have its own attribute."""
-
-    class Wrapped(dist.ProcessGroup):
-        def __init__(self, group: Any) -> None:
-            super().__init__(group.rank(), group.size())
-            self.group = group
-
-    dist.init_process_group("gloo")
-    plain: Any = dist.group.WORLD
-    reloadpg.install(backends={"gloo"}, world=False, min_size=1)
-    monkey_patch_torch_dist()
-    assert plain.group is plain
-    assert Wrapped(plain).group is plain
-    made: Any = dist.new_group([0])
-    assert made.group is made
-    reloadpg.uninstall()
-    assert not hasattr(plain, "group")
-    assert Wrapped(plain).group is plain
