@@ -46,6 +46,7 @@ def backends_by_device(backend: str) -> dict[str, str]:
 
 
 def parse_device(device: torch.device | str | None) -> torch.device | None:
+    """The device that a program names, as torch reads it. Local."""
     try:
         return torch.device(device) if device is not None else None
     except (RuntimeError, TypeError) as error:
@@ -61,9 +62,7 @@ def accelerator() -> torch.device | None:
 
 
 def choose_placement(
-    backend: str | None,
-    device: torch.device | str | None,
-    local_rank: int | None,
+    backend: str | None, wanted: torch.device | None, local_rank: int | None
 ) -> Placement:
     """Choose device and backend of the process with this local rank. Local.
 
@@ -71,7 +70,6 @@ def choose_placement(
     the CPU. Without a backend: the one that torch has registered for the device's type.
     """
     named = backends_by_device(backend) if backend is not None else {}
-    wanted = parse_device(device)
     if wanted is None:
         wanted = accelerator()
         for_cpu = backend is not None and backend.lower() in _CPU_ONLY

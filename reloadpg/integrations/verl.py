@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -72,10 +72,12 @@ class OffloadedRollouts(Rollouts):
     ) -> None:
         super().__init__(block)
         found = [(owner, self._replacements(owner)) for owner in classes]
-        self._undo: list[tuple[type, str, Any]] = []
+        self._replaced = ExitStack()
         for owner, replacements in found:
             for name, replacement in replacements.items():
-                self._undo.append((owner, name, vars(owner).get(name)))
+                own = vars(owner).get(name)
+                restore = (delattr, owner, name) if own is None else (setattr, owner, name, own)
+                self._replaced.callback(*restore)
                 setattr(owner, name, replacement)
 
     def remove(self) -> None:
@@ -84,12 +86,7 @@ class OffloadedRollouts(Rollouts):
         Local between rollouts; during a rollout it reloads the groups, collective over all ranks.
         """
         self.end()
-        while self._undo:
-            owner, name, own = self._undo.pop()
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
+        self._replaced.close()
 
     # -- replacement methods ------------------------------------------------------------------
 
