@@ -14,7 +14,8 @@ whose sibling is busy runs a third slower) mostly disturbs both sides of a round
 
 Python collectives are waited for by torch itself; a functional collective is timed up to its
 result (``functional``: the call, and the wait that the first use of its result makes) and up to
-its return (``launch``).
+its return (``launch``). A limit is exceeded if three quarters of the rounds exceed it: on a loaded
+machine the median of a single call does not repeat.
 
 Usage: python benchmarks/dispatch.py [--check] [--json PATH] [--rounds N] [--quick]
 """
@@ -39,12 +40,18 @@ import torch.distributed as dist
 from _output import command_line, installed, machine, write_json
 from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.torch_version import TorchVersion
 
 import reloadpg
 from reloadpg.texts import table
 
 WORLD_SIZE = 8
 LIMITS = {"python": 1.08, "functional": 1.15, "query": 1.2}
+"""Maximum ratio of a path."""
+OF_CALLS = {"batch_isend_irecv": 1.2}
+"""Of calls that enter the group several times: a batch does for each of its operations."""
+if TorchVersion(torch.__version__) < (2, 9):
+    LIMITS["functional"] = 1.3  # torch's own functional collectives take half as long there
 WARM_UP = 5
 
 Call = Callable[[], Any]
@@ -74,14 +81,19 @@ class Row:
 
     @property
     def limit(self) -> float | None:
-        return LIMITS.get(self.case.path)
+        return OF_CALLS.get(self.case.name, LIMITS.get(self.case.path))
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = statistics.quantiles(map(_divide, self.proxy, self.native), n=4)
+        return low, high
 
     @property
     def ok(self) -> bool:
-        return self.limit is None or self.ratio <= self.limit
+        return self.limit is None or self.quartiles[0] <= self.limit
 
     def to_dict(self) -> dict[str, Any]:
-        low, _, high = statistics.quantiles(map(_divide, self.proxy, self.native), n=4)
+        low, high = self.quartiles
         return {
             "path": self.case.path,
             "group": self.group,
@@ -341,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "dispatch",
         "machine": machine(),
         "settings": {"world_size": WORLD_SIZE, "rounds": rounds, "calls": calls},
-        "limits": LIMITS,
+        "limits": LIMITS | OF_CALLS,
         "left_out": left_out,
         "rows": [row.to_dict() for row in rows],
         "ok": all(row.ok for row in rows),
