@@ -179,9 +179,6 @@ class Decision:
         )
 
 
-_STORE_ENDED = "Its server, usually in rank 0's process or the launcher's agent, has ended"
-
-
 def _server(wait: Deadline, host: str) -> str:
     """Say what may have happened to the server of a store, and what to do.
 
@@ -196,7 +193,8 @@ def _server(wait: Deadline, host: str) -> str:
         "runs": "runs on this host; it may be busy, or end now. When it responds again,",
     }
     if host not in states:
-        return f"{_STORE_ENDED} or is unreachable. Restart the job."
+        server = "Its server, usually in rank 0's process or the launcher's agent,"
+        return f"{server} has ended or is unreachable. Restart the job."
     name = wait.operation.split()[0]
     name = "reload" if name in ("offload", "recover") else name
     return (

@@ -336,11 +336,7 @@ class Rank(_Counted):
         return now
 
     def is_requested(self, recovery: int) -> bool:
-        """Whether this rank has not joined the last recovery that was requested.
-
-        Args:
-            recovery: its number; see :class:`Current`.
-        """
+        """Whether this rank has not joined the recovery of this number; see :class:`Current`."""
         return recovery >= self.next
 
     def refuse(self, operation: str, decision: Decision) -> Steps:
@@ -475,12 +471,7 @@ class Rank(_Counted):
         return OK if now.passed == number else self._end_of(now)
 
     def close(
-        self,
-        decision: Decision,
-        doing: str,
-        *,
-        waits: bool,
-        number: int | None = None,
+        self, decision: Decision, doing: str, *, waits: bool, number: int | None = None
     ) -> Steps:
         """Name the ranks after an early end of an operation: who is missing, and what differs.
 

@@ -72,7 +72,6 @@ class Round:
         self._waits = Waiting(rendezvous, interrupt or Interrupt())
         self._phases, self._passed = tuple(phases), 0
         self._entered = False
-        self._ended = False  # it reaches no further barrier, and the other ranks know, or cannot
         self.operation = operation
         self.seconds = seconds
         self.decision: Decision | None = None
@@ -108,6 +107,11 @@ class Round:
         """The next barrier, or the one at which the operation has ended; empty after the last."""
         return self._phases[self._passed] if self._passed < len(self._phases) else ""
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether it reaches no further barrier, and the other ranks know that, or cannot."""
+        return self.decision is not None or self.notified.is_set()
+
     def __enter__(self) -> Round:
         return self
 
@@ -139,7 +143,7 @@ class Round:
             steps = self._rank.enter(self.operation, reason)
             self._rendezvous.drive(steps, self._deadline())
         except Ended as ended:
-            self._ended, self.decision = True, ended.decision
+            self.decision = ended.decision
             raise self._error() from None
         finally:  # also if a signal handler raises
             self._entered = self._rank.number != before
@@ -171,7 +175,7 @@ class Round:
             RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
             PeerFailedError: a rank failed before it arrived.
         """
-        if not self._entered or self._ended or self.phase != phase:
+        if not self._entered or self._has_ended or self.phase != phase:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
         rendezvous, deadline, share = self._rendezvous, self._deadline(seconds), 0
         if plan is not None and not rendezvous.alone:
@@ -263,11 +267,10 @@ class Round:
             if this rank cannot enter the operation.
         """
         try:
-            if self.phase and not self._ended:
+            if self.phase and not self._has_ended:
                 self._notify(error)
             return self.phase or None
         finally:
-            self._ended = True
             self.notified.set()
 
     def _notify(self, error: BaseException) -> None:
@@ -292,12 +295,7 @@ class Round:
             error.args = (f"{error}{text}", *error.args[1:])
 
     def _leave(
-        self,
-        error: Ended,
-        doing: str = "",
-        *,
-        plan: Plan | None = None,
-        waits: bool = True,
+        self, error: Ended, doing: str = "", *, plan: Plan | None = None, waits: bool = True
     ) -> Decision:
         """End the operation for all ranks, and exchange the names of ranks.
 
@@ -322,7 +320,7 @@ class Round:
         self._waits.end(deadline)
         if decision.kind == "ok":
             return decision
-        self._ended, self.decision = True, decision
+        self.decision = decision
         if decision.barrier >= 0:
             self._passed = decision.barrier
         if decision.kind == "recover":
