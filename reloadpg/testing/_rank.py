@@ -106,6 +106,10 @@ def supervise(caller: Connection, job: RunSpec) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     preload = importlib.import_module("reloadpg.testing._preload")  # if the server could not
     preload.import_all(job.preload)
+    if job.standins:
+        from .standins import activate
+
+        activate()  # a spawned process has the caller's path, on which torch finds no entry point
     gc.freeze()  # collections in the ranks skip what is loaded now: they copy few of its pages
     _Supervisor(caller, job).run()
 

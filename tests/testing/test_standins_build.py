@@ -113,6 +113,35 @@ def test_kernels_are_replaced_where_torch_was_told_to_load_no_backends() -> None
     assert done.stdout.split() == ["6.0"], done.stderr
 
 
+FILLED = """
+from reloadpg.testing import run_ranks
+
+
+def filled(rank, size):
+    import torch
+
+    return (torch.ones(3, device="cuda") * 2).sum().item()
+
+
+if __name__ == "__main__":
+    print(run_ranks(filled, 2, standins=True))
+"""
+
+
+@pytest.mark.standins
+@needs_cuda_build
+def test_kernels_are_replaced_in_ranks_of_a_program_without_the_stand_ins(tmp_path: Path) -> None:
+    """A new interpreter runs them. It has the path of the program, which lacks our entry point."""
+    script = tmp_path / "script.py"
+    script.write_text(FILLED)
+    own = standins.preloading()
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "[6.0, 6.0]", done.stderr
+
+
 # ---------------------------------------------------------------------------------------------
 # layouts
 
