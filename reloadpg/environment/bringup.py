@@ -29,8 +29,8 @@ from ..settings import as_timedelta
 from ..texts import named_ranks, warn
 from ..threads import CancelToken, Deadline, Task
 from .device import Placement, accelerator, choose_placement, parse_device
-from .identity import DistributedEnvironment, DistributedEnvironmentError
-from .launchers import check_group, identify, is_initialized
+from .identity import DistributedEnvironment
+from .launchers import identify, identity_in_group, is_initialized
 from .mesh import build_mesh, checked_seed, resolve_mesh_dims, set_seed
 from .network import (
     advisory_timeouts,
@@ -231,7 +231,7 @@ def ensure_process_group(
         DisagreementError, RendezvousTimeoutError, PeerFailedError: as ``init_distributed``.
     """
     if is_initialized():
-        check_group()
+        identity_in_group()  # raises if it contradicts the launcher
         return False
     if identify(os.environ).world_size == 1:
         return False
@@ -468,11 +468,10 @@ class _Creation:
 
 def adopt(request: Request, world: ProcessGroup, own: OwnGroups) -> DistributedContext:
     """Use the default group, and create the mesh over it. Collective if there is a mesh."""
-    check_group()
-    sizes = request.mesh_sizes(dist.get_world_size())
+    environment, mesh = identity_in_group(), None
+    sizes = request.mesh_sizes(environment.world_size)
     device = request.device or _device_of(world)
     _warn_of_differences(request, world)
-    environment, mesh = _environment_of_group(), None
     if sizes is not None:
         placement = Placement(device, tables.backend_of(world))
         timeout = request.timeout or _timeout_of(world) or tables.default_timeout(placement.backend)
@@ -481,17 +480,6 @@ def adopt(request: Request, world: ProcessGroup, own: OwnGroups) -> DistributedC
         creation = _Creation(request, environment.rank, placement, timeout, sizes, own)
         mesh = creation.within(round_)
     return DistributedContext(environment, device, mesh, owned=False, own=own)
-
-
-def _environment_of_group() -> DistributedEnvironment:
-    """The launcher's environment if it matches the group; otherwise the group's environment."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    with suppress(DistributedEnvironmentError):
-        environment = identify(os.environ)  # without an address: the group's is not known
-        if (environment.rank, environment.world_size) == (rank, world_size):
-            return environment
-    place = (rank, None, world_size, None, None, None)
-    return DistributedEnvironment("process_group", *place, master_port=None)
 
 
 def _device_of(world: ProcessGroup) -> torch.device:

@@ -332,23 +332,27 @@ def is_initialized() -> bool:
     )
 
 
-def check_group() -> None:
-    """Raise if the default group contradicts the launcher: another size, or another rank.
+def identity_in_group() -> DistributedEnvironment:
+    """Return this process's identity in the default group; raise if that contradicts the launcher.
 
-    Local. A launcher of one process, or none, contradicts no group: a program may start its ranks
-    itself. So may each task of SLURM and OpenMPI: a group that is larger than their job is no
-    contradiction. Variables that define no rank say nothing.
+    Local. The launcher's identity, without an address, if it has this rank and size. A launcher of
+    one process, or none, contradicts no group: a program may start its ranks itself. So may each
+    task of SLURM and OpenMPI: a group that is larger than their job is no contradiction. Variables
+    that define no rank say nothing.
     """
+    distributed = sys.modules["torch.distributed"]
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    place = (rank, None, size, None, None, None)
+    of_group = DistributedEnvironment("process_group", *place, master_port=None)
     try:
         launcher = identify(os.environ)
     except DistributedEnvironmentError:
-        return
-    distributed = sys.modules["torch.distributed"]
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    if launcher.world_size == 1 or (rank, size) == (launcher.rank, launcher.world_size):
-        return
-    if launcher.source != TORCHRUN.source and size > launcher.world_size:
-        return
+        return of_group
+    if (rank, size) == (launcher.rank, launcher.world_size):
+        return launcher
+    is_task = launcher.source != TORCHRUN.source
+    if launcher.world_size == 1 or (is_task and size > launcher.world_size):
+        return of_group
     raise DistributedEnvironmentError(
         f"{launcher.source} started this process as rank {launcher.rank} of "
         f"{launcher.world_size}, but the default group ({distributed.get_backend()}) has it as "

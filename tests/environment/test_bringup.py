@@ -94,13 +94,21 @@ def test_bring_up_creates_a_group_with_the_timeout_of_collectives_and_ends_it(
     assert dict(os.environ) == before
 
 
+def open_sockets() -> set[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return {target for target in found if target.startswith("socket:")}
+
+
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 NOTHING = dict.fromkeys(NAMES)
 NO_ADDRESS = {"MASTER_ADDR": None, "MASTER_PORT": None, "TORCHELASTIC_USE_AGENT_STORE": None}
 
 
 @pytest.mark.ranks(1, env={**NOTHING, "MASTER_ADDR": None, "MASTER_PORT": None})
-def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call() -> None:
+def test_a_process_without_a_launcher_comes_up_without_a_cuda_call() -> None:
     """It gets a group and a flat mesh of one rank; each call of CUDA raises here."""
 
     def forbidden(*args: object, **kwargs: object) -> None:
@@ -113,15 +121,6 @@ def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call()
         setattr(torch.cuda, name, forbidden)
     if not built:
         torch.cuda.is_available = forbidden  # type: ignore[assignment]
-    connected = []
-    create = socket.socket
-
-    class Watched(create):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            connected.append(args)
-            super().__init__(*args, **kwargs)
-
-    socket.socket = Watched  # type: ignore[misc]
     # A torch that is built for CUDA has to look whether there is a device where none is named.
     device = "cpu" if built else None
     with reloadpg.environment.init_distributed(mesh_dims={}, device=device) as context:
@@ -129,18 +128,20 @@ def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call()
         assert context.mesh is not None
         assert (context.mesh.mesh_dim_names, context.mesh.shape) == (("dp_shard",), (1,))
         assert context.environment.source == "single"
-    assert connected == []
 
 
 @pytest.mark.ranks(1, env={**NOTHING, "MASTER_ADDR": None, "MASTER_PORT": None})
 def test_a_world_of_1_makes_no_group_unless_asked() -> None:
-    """As a program without torch.distributed; seed, device and barrier are as with a group."""
+    """As a program without torch.distributed; seed, device and barrier are as with a group. It
+    opens no socket."""
+    before = open_sockets()
     with reloadpg.environment.init_distributed(seed=5, timeout=60, device="cpu") as context:
         assert not dist.is_initialized()
         reloadpg.environment.barrier()
         assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
         assert (context.owned, context.mesh, str(context.device)) == (False, None, "cpu")
         assert torch.initial_seed() == 5
+        assert open_sockets() <= before
     for asked in ({"backend": "gloo"}, {"mesh_dims": {}}):
         with reloadpg.environment.init_distributed(**asked, device="cpu") as context:  # type: ignore[arg-type]
             assert (summed(1), context.owned) == (1, True)
@@ -418,14 +419,6 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "seed": ({}, {"seed": -1}, "seed=-1"),
     "connect": ({}, {"connect": "now"}, "init_distributed(connect='now')"),
 }
-
-
-def open_sockets() -> set[str]:
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{number}"))
-    return {target for target in found if target.startswith("socket:")}
 
 
 @pytest.mark.ranks(1)
