@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,35 +48,53 @@ def start_of(pid: int) -> str:
 
 
 def forked_holders() -> str:
-    """Say which children of this process were forked with its TCP connections; empty without any.
+    """Say which children of this process were forked with its connections; empty without any.
 
     Local; Linux only. A child that has executed another program does not hold them.
     """
-    with suppress(OSError):
-        own = Path("/proc/self")
-        tables = [(own / "net" / name).read_text() for name in ("tcp", "tcp6")]
-        inodes = {row.split()[9] for table in tables for row in table.splitlines()[1:]}
-        held = _sockets(own) & inodes
-        lists = [(task / "children").read_text() for task in (own / "task").iterdir()]
-        children = sorted(map(int, " ".join(lists).split()))
-        if holders := [str(pid) for pid in children if held & _sockets(Path(f"/proc/{pid}"))]:
-            return (
-                f"Processes that this one has forked hold copies of its connections (pid "
-                f"{', '.join(holders)}), such as the workers of a DataLoader. So a peer in a "
-                f"collective of gloo waits until they end, or for the timeout of the group. Start "
-                f"them with spawn or forkserver, or before the groups."
-            )
-    return ""
+    held: set[str] = set()
+    holders = []
+    for pid in _children():
+        held = held or {inode for inode, fd in _sockets("self").items() if _is_connection(fd)}
+        if held.intersection(_sockets(pid)):
+            holders.append(pid)
+    if not holders:
+        return ""
+    return (
+        f"Processes that this one has forked hold copies of its connections (pid "
+        f"{', '.join(holders)}), such as the workers of a DataLoader. So a peer in a collective of "
+        f"gloo waits until they end, or for the timeout of the group. Start them with spawn or "
+        f"forkserver, or before the groups."
+    )
 
 
-def _sockets(process: Path) -> set[str]:
-    """The inodes of the sockets that a process has open; empty if it has ended."""
-    found = set()
+def _children() -> list[str]:
+    """The ids of the processes that this one has started, if the kernel lists them."""
+    found = []
     with suppress(OSError):
-        for descriptor in os.scandir(process / "fd"):
-            with suppress(OSError):
-                found.add(os.readlink(descriptor.path))
-    return {name[8:-1] for name in found if name.startswith("socket:[")}
+        for task in os.listdir("/proc/self/task"):
+            with suppress(OSError):  # the thread has ended
+                found += Path(f"/proc/self/task/{task}/children").read_text().split()
+    return sorted(found, key=int)
+
+
+def _sockets(pid: str) -> dict[str, int]:
+    """The open sockets of a process: its descriptors by inode; empty if it has ended."""
+    found = {}
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # it was closed
+                found[os.readlink(f"/proc/{pid}/fd/{fd}")] = int(fd)
+    return {name: fd for name, fd in found.items() if name.startswith("socket:")}
+
+
+def _is_connection(fd: int) -> bool:
+    """Whether a descriptor of this process is a connection of TCP."""
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        return duplicate.family in (socket.AF_INET, socket.AF_INET6) and bool(
+            duplicate.getpeername()
+        )
+    return False
 
 
 class Peers:
