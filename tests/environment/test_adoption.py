@@ -51,13 +51,17 @@ def test_a_group_in_which_the_rank_is_another_one_is_an_error(rank: int, tmp_pat
     assert (environment.get_rank(), environment.is_rank_zero()) == (1 - rank, rank == 1)
 
 
-@pytest.mark.ranks(2)
-def test_tasks_of_slurm_may_each_start_several_ranks(rank: int, tmp_path: object) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_tasks_of_slurm_may_each_start_several_ranks(
+    tasks: int, rank: int, tmp_path: object
+) -> None:
     """One task a node, as ``mp.spawn`` in each: the group is larger than the step."""
-    create(rank, 2, f"{tmp_path}/store")
-    with variables({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}):
+    create(rank, 3, f"{tmp_path}/store")
+    task = {"SLURM_STEP_NUM_TASKS": f"{tasks}", "SLURM_PROCID": f"{rank % tasks}"}
+    with variables({**SLURM, **task}):
         context = reloadpg.environment.init_distributed()
-        assert (context.rank, context.world_size, context.owned) == (rank, 2, False)
+        assert (context.rank, context.world_size, context.owned) == (rank, 3, False)
         assert (context.environment.source, context.local_rank) == ("process_group", None)
         assert not reloadpg.environment.ensure_process_group()
 
