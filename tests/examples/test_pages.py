@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from helpers.documents import PAGES, README, ROOT
 
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
@@ -100,9 +101,9 @@ def test_links_and_figures_exist() -> None:
     assert broken == []
 
 
-def test_the_tests_that_contributing_names_exist() -> None:
-    """Its table says which of them proves what."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+@pytest.mark.parametrize("table", ["CONTRIBUTING.md", "benchmarks/README.md"])
+def test_the_tests_that_a_table_of_proofs_names_exist(table: str) -> None:
+    text = (ROOT / table).read_text()
     named = re.findall(r"`(?:tests/)?((?:\w+/)?test_\w+\.py)`", text)
     assert len(named) > 20
     assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
