@@ -179,14 +179,14 @@ def _share_options(groups: Sequence[ManagedGroup]) -> bool:
 
 
 class Rebuilds:
-    """The communicators that one reload or recovery creates: the actions of its threads."""
+    """The communicators that one attempt creates: the actions of its threads."""
 
     def __init__(self, op: Operation, gone: Sequence[ManagedGroup], connect: Connect) -> None:
-        self._op = op
-        # An abandoned thread must not use the clients that follow.
+        # An abandoned thread must use nothing of the attempt that follows.
+        self._scope, self._round, self._workers = op.scope, op.round, op.workers
         self._clients, self._has_peers = op.job.creation_stores, not op.job.rendezvous.alone
         self._connect = connect
-        suffix = f"{op.scope.generation}.{op.round.label}"
+        suffix = f"{self._scope.generation}.{self._round.label}"
         self._names = {group: group.construction.name_of_generation(suffix) for group in gone}
         for group, name in self._names.items():
             group.history.begin(name)
@@ -211,13 +211,13 @@ class Rebuilds:
         Each thread has a separate client, kept for later reloads: an abandoned creation holds it
         while it waits for its peers, and two creations on one client would wait for each other.
         """
-        world = self._op.scope.world
+        world = self._scope.world
         store = stores.root_store(world)
         if self._has_peers:
             if not self._clients.is_ready(index):
-                self._op.workers.set_doing(index, f"{group!r} (connecting to the store)")
+                self._workers.set_doing(index, f"{group!r} (connecting to the store)")
             store = self._clients.of(index, store)
-            self._op.workers.set_doing(index, repr(group))
+            self._workers.set_doing(index, repr(group))
         if group.construction.is_world:
             return store
         return PrefixStore(f"{tables.name_of(world)}/", store)
@@ -235,11 +235,11 @@ class Rebuilds:
             )
         with wanted as is_wanted:
             if is_wanted:
-                group.attach(inner, self._op.scope.generation)
+                group.attach(inner, self._scope.generation)
                 group.history.rebuild()
         if not is_wanted:
             # The destruction makes other members fail, so they are notified of the reason first.
-            self._op.round.notified.wait()
+            self._round.notified.wait()
             discard(inner)
 
     def _connect_alone(self, group: ManagedGroup, wanted: CancelToken) -> None:
@@ -247,7 +247,7 @@ class Rebuilds:
         if wanted.cancelled:
             # ``ProcessGroupNCCL`` had no communicator yet when it was aborted, and would keep
             # the one that it has got since (torch 2.8.0 to 2.15.0 over stand-ins for NCCL).
-            self._op.round.notified.wait()  # as in `_commit`
+            self._round.notified.wait()  # as in `_commit`
             abort_communicator(backend)
 
 

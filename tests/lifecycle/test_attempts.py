@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import worlds
+from helpers.fault_job import base_store
 from helpers.jobs import start
 
 import reloadpg
@@ -15,6 +18,9 @@ from reloadpg.testing import simulated
 from reloadpg.testing.faults import InjectedFaultError
 
 pytestmark = pytest.mark.matrix
+
+LIMIT_S = 30.0
+"""Longer than a thread takes to end; the timeout of the reload is longer."""
 
 WAYS = {
     "reload": lambda attempts: reloadpg.reload(attempts=attempts),
@@ -77,6 +83,34 @@ def test_the_end_of_a_block_tries_again(block):
     with block(attempts=2):
         _fail(1)
     assert reloadpg.status().state == "live"
+    assert _sum(group) == 2.0
+
+
+@pytest.mark.ranks(2)
+def test_a_creation_that_an_attempt_has_abandoned_ends_within_the_next_attempt(rank):
+    """It discards its communicator, and does not wait for the end of an attempt that is not its."""
+    group, store = _start(), base_store().clone()
+    next_began, threads = threading.Event(), []
+
+    def fails(_):
+        store.wait(["rank 0 creates it"])
+        raise ValueError("of rank 1")
+
+    def abandoned(_):
+        threads.append(threading.current_thread())
+        store.set("rank 0 creates it", "1")
+        next_began.wait(LIMIT_S)
+
+    def again(_):
+        next_began.set()
+        threads[0].join(LIMIT_S)
+        threads.append(threads[0].is_alive())
+
+    for nth, call in enumerate([abandoned, again] if rank == 0 else [fails], 1):
+        simulated.inject(simulated.Fault("create", "call", group="1@*", nth=nth, call=call))
+    report = reloadpg.reload(attempts=2)
+    assert len(report.retries) == 1
+    assert threads[1:] == [False] * (rank == 0)
     assert _sum(group) == 2.0
 
 
