@@ -190,7 +190,7 @@ class Player:
             address, port, is_master=False, wait_for_workers=False, timeout=LIMIT
         )
         store = dist.PrefixStore(f"life/{self._number}", client)
-        cut = any(step.fault is not None and step.fault.kind == "cut" for step in self._life.steps)
+        cut = any(step.has("cut") for step in self._life.steps)
         return self.link.watched(store) if cut else store
 
     def _device(self) -> torch.device:
@@ -220,7 +220,7 @@ class Player:
         self._place, before = place, self._communicators()
         generation = reloadpg.status().generation
         self._prepare(step)
-        if step.fault is not None and step.fault.kind == "die":
+        if step.fault is not None and step.has("die"):
             self._alive = [rank for rank in self._alive if rank not in step.fault.ranks]
         begun = time.monotonic()
         faulthandler.dump_traceback_later(ALLOWANCE / 2)  # the report shows where a rank has waited
@@ -267,8 +267,7 @@ class Player:
             assert self._communicators() == before
         if ended == "failed":
             assert reloadpg.recovery.recovery_requested()
-            hangs = step.fault is not None and step.fault.kind == "hang"
-            if step.do == "offload" and not hangs and not self.program.on_nccl:
+            if step.do == "offload" and not step.has("stall") and not self.program.on_nccl:
                 assert eventually(self._all_released)
 
     def _check_generations(self, step: Step, ended: Ended, found: Any, before: int) -> None:
@@ -287,18 +286,18 @@ class Player:
     def _check_error(self, step: Step, ended: Ended, seen: Seen) -> None:
         """Each rank raises an error with the cause, or completes the step."""
         fault = step.fault
-        if fault is None or (fault.in_nccl and fault.kind == "delay"):
+        if fault is None or fault.seconds is not None:
             assert not seen.kind, "a delay is no fault"
-        elif fault.kind == "cut":
+        elif fault.action == "cut":
             assert seen.seconds < self._timeout + ALLOWANCE
             assert bool(seen.kind) == self.link.must_fail(step)
         elif fault.in_nccl:
-            assert seen.kind or fault.kind != "stop"
+            assert seen.kind or fault.action != "stop"
         elif ended == "completed":
-            counted = fault.kind == "counted" and self.rank in fault.ranks
+            counted = fault.action == "counted" and self.rank in fault.ranks
             assert seen.kind == ("KeyboardInterrupt" if counted else "")
         else:
-            assert seen.seconds < ALLOWANCE + (self._timeout if fault.kind == "hang" else 0)
+            assert seen.seconds < ALLOWANCE + (self._timeout if fault.action == "stall" else 0)
             (_check_own if self.rank in fault.ranks else _check_others)(step, fault, seen)
 
     def _survive(self, step: Step, seen: Seen, seconds: float) -> None:
@@ -385,7 +384,7 @@ class Player:
 
     def _use(self, slots: tuple[int, ...], kind: str) -> None:
         fault = self._life.steps[self._place].fault
-        if fault is not None and fault.kind == "die":
+        if fault is not None and fault.action == "die":
             if self.rank in fault.ranks:
                 dist.all_reduce(self._tensor(1.0), async_op=True)
                 die()
@@ -445,7 +444,7 @@ class Player:
                     faults.clear_faults()
 
         try:
-            if fault.kind == "cut":
+            if fault.action == "cut":
                 self._set_timeouts(SHORT)
                 assert sums()
             else:
@@ -548,7 +547,7 @@ class Player:
         stores = 0 if self.program.backend == "nccl" else count
         left = nccl_job.left_over(self._baseline[1], self._stuck, stores)
         last = self._life.steps[self._place - 3].fault
-        stopped = last is not None and last.kind == "stop" and last.point in ("suspend", "resume")
+        stopped = last is not None and last.action == "stop" and last.point in ("suspend", "resume")
         assert not left or (stopped and nccl_job.ABORT_LEAVES), left
 
     def _all_released(self) -> bool:
@@ -561,29 +560,19 @@ class Player:
         if (fault := step.fault) is None:
             return
         self._pids = self.share(os.getpid())
-        if fault.kind == "cut":
+        if fault.action == "cut":
             self.link.prepare(self._place, fault, self.rank)
             if self.on_hosts:  # the link may be down
                 return
-        elif fault.in_nccl and fault.kind in ("stop", "die"):
+        elif fault.in_nccl and fault.action in ("stop", "die"):
             if self.rank in fault.ranks:
                 arm(fault)
         elif fault.in_nccl:
             if self.rank == 0:
                 for rank in fault.ranks:
-                    faults.inject(
-                        faults.Fault(
-                            "nccl",
-                            {"fail": "raise", "async": "async"}.get(fault.kind, "stall"),  # type: ignore[arg-type]
-                            operation=fault.point,
-                            rank=rank,
-                            nth=fault.skip + 1,
-                            times=None if fault.kind == "hang" else 1,
-                            seconds=1.0 if fault.kind == "delay" else None,
-                        )
-                    )
+                    faults.inject(fault.injected(rank))
         elif step.do != "use":
-            self._own += 2 if fault.kind == "hang" else 0
+            self._own += 2 if fault.action == "stall" else 0
             if self.rank in fault.ranks:
                 self._bring_about(fault)
         if fault.in_nccl and fault.may_stay:
@@ -599,11 +588,11 @@ class Player:
             "interrupt": interrupt,
             "terminate": partial(signalling, signal.SIGTERM, Terminated(143)),
             "counted": interrupt,
-            "hang": lambda: partial(self._await_others, place),
+            "stall": lambda: partial(self._await_others, place),
             "die": lambda: die,
         }
-        moment = "after" if fault.kind == "counted" else "before"
-        interfere(fault.point, actions[fault.kind](), moment)  # type: ignore[arg-type]
+        moment = "after" if fault.action == "counted" else "before"
+        interfere(fault.point, actions[fault.action](), moment)  # type: ignore[arg-type]
 
     def _await_others(self, place: str) -> None:
         self._signals.clone().wait([f"gave up/{place}"], timedelta(seconds=FAR))
@@ -611,13 +600,13 @@ class Player:
     def _undo(self, step: Step) -> None:
         if (fault := step.fault) is None:
             return
-        if fault.kind == "stop" and self.rank == 0:
+        if fault.action == "stop" and self.rank == 0:
             os.kill(self._pids[fault.ranks[0]], signal.SIGCONT)
-        if fault.kind == "cut":
+        if fault.action == "cut":
             if not self.on_hosts:
                 self.share()
             self.link.ended(self._place)
-        elif fault.kind == "hang" and not fault.in_nccl and self.rank not in fault.ranks:
+        elif fault.action == "stall" and not fault.in_nccl and self.rank not in fault.ranks:
             store, place = self._signals.clone(), f"gave up/{self._number}/{self._place}"
             others = self.program.size - len(fault.ranks)
             if store.add(f"{place}/count", 1) == others:
@@ -631,10 +620,10 @@ def _check_own(step: Step, fault: Fault, seen: Seen) -> None:
     """A faulty rank raises its own error, with the cause."""
     if len(fault.ranks) > 1:
         assert seen.kind
-    elif fault.kind == "raise" and fault.point[-1].isdigit():
+    elif fault.action == "raise" and fault.point[-1].isdigit():
         own = "ReleaseError" if step.do == "offload" else "RebuildError"
         assert (seen.kind, seen.cause) == (own, "Injected('injected')")
-    elif fault.kind == "raise" and fault.point.endswith("callbacks"):
+    elif fault.action == "raise" and fault.point.endswith("callbacks"):
         assert (seen.kind, seen.cause) == ("ReloadpgError", "Injected('injected')")
     else:
         kinds = {
@@ -642,9 +631,9 @@ def _check_own(step: Step, fault: Fault, seen: Seen) -> None:
             "interrupt": "KeyboardInterrupt",
             "counted": "KeyboardInterrupt",
             "terminate": "Terminated",
-            "hang": "RendezvousTimeoutError",
+            "stall": "RendezvousTimeoutError",
         }
-        assert seen.kind == kinds[fault.kind]
+        assert seen.kind == kinds[fault.action]
 
 
 def _check_others(step: Step, fault: Fault, seen: Seen) -> None:
@@ -654,13 +643,13 @@ def _check_others(step: Step, fault: Fault, seen: Seen) -> None:
     still connecting to it raises RebuildError.
     """
     assert any(seen.names(rank) for rank in fault.ranks)
-    if fault.kind == "hang":
+    if fault.action == "stall":
         assert seen.kind == "RendezvousTimeoutError"
-    elif seen.kind != "RebuildError" or (fault.kind == "raise" and len(fault.ranks) == 1):
+    elif seen.kind != "RebuildError" or (fault.action == "raise" and len(fault.ranks) == 1):
         assert seen.kind == "PeerFailedError"
         assert seen.rank in fault.ranks
     text = {"raise": "injected", "interrupt": "KeyboardInterrupt", "terminate": "Terminated"}
-    assert text.get(fault.kind, "") in seen.text
+    assert text.get(fault.action, "") in seen.text
 
 
 def arm(fault: Fault) -> None:
@@ -669,7 +658,7 @@ def arm(fault: Fault) -> None:
 
     def watch() -> None:
         assert stall.wait_fired(FAR)
-        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "die" else signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL if fault.action == "die" else signal.SIGSTOP)
         stall.clear()
 
     threading.Thread(target=watch, daemon=True, name="reloadpg test").start()

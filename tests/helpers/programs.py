@@ -19,6 +19,7 @@ from helpers.fault_job import (
     RING,
     TRIANGLE,
 )
+from reloadpg.testing import faults
 
 WORLD = -1
 """The slot of the default group."""
@@ -55,23 +56,37 @@ ARGUMENTS = {"use": ((WORLD,), "all_reduce"), "reload": ("none",)}
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to some ranks in a step.
+    """What happens to some ranks in a step, in the words of ``reloadpg.testing.faults``.
 
     Attributes:
         point: of an operation, see ``fault_job``; ``use``, a collective; or a call of NCCL.
-        kind: at a point ``raise``; ``interrupt`` or ``terminate``, by a signal; ``counted``, an
-            interrupt after the rank was counted at that barrier; ``hang``, until the others have
-            raised; ``die``; ``cut``, the link to the store or between the hosts is down until all
-            ranks have ended the operation.
-            In a call of NCCL ``fail``, ``delay``, ``hang``, ``async``, ``stop`` or ``die``.
+        action: ``raise``; ``stall``, at a point until the others have raised; ``async``, in a call
+            of NCCL. ``die``, or ``stop`` the process in a call of NCCL. At a point ``interrupt`` or
+            ``terminate``, by a signal; ``counted``, an interrupt after the rank was counted at that
+            barrier; ``cut``, the link to the store or between the hosts is down until all ranks
+            have ended the operation.
         ranks: the faulty ranks.
-        skip: the number of calls of NCCL before the one that fails.
+        nth: the call of NCCL that fails.
+        seconds: the duration of a stall in a call of NCCL; None for no end.
     """
 
     point: str
-    kind: str = "raise"
+    action: str = "raise"
     ranks: tuple[int, ...] = (1,)
-    skip: int = 0
+    nth: int = 1
+    seconds: float | None = None
+
+    def injected(self, rank: int) -> faults.Fault:
+        """This fault in a call of NCCL on one rank."""
+        return faults.Fault(
+            "nccl",
+            self.action,  # type: ignore[arg-type]
+            operation=self.point,
+            rank=rank,
+            nth=self.nth,
+            times=None if self.action == "stall" and self.seconds is None else 1,
+            seconds=self.seconds,
+        )
 
     @property
     def in_nccl(self) -> bool:
@@ -85,11 +100,11 @@ class Fault:
         member that does not destroy, while torch holds the lock that an abort takes. Torch calls
         destroy and abort once: a communicator for which they fail is not freed (2.8, 2.13, 2.15).
         """
-        if self.kind == "stop":
+        if self.action == "stop":
             return self.point == "init"
         if self.point in ("init", "finalize", "destroy"):
-            return self.kind != "delay"
-        return self.point == "abort" and self.kind == "fail"
+            return self.seconds is None
+        return self.point == "abort" and self.action == "raise"
 
     @property
     def breaks_kept(self) -> bool:
@@ -97,7 +112,7 @@ class Fault:
 
         No query of torch shows it: the next collective of the group raises it.
         """
-        return self.kind == "async" and self.point in ("suspend", "resume")
+        return self.action == "async" and self.point in ("suspend", "resume")
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,10 @@ class Step:
     do: str
     args: tuple[Any, ...] = ()
     fault: Fault | None = None
+
+    def has(self, action: str) -> bool:
+        """Whether it has a fault with this action."""
+        return self.fault is not None and self.fault.action == action
 
 
 @dataclass(frozen=True)
@@ -141,7 +160,7 @@ class Program:
     def dead(self) -> tuple[int, ...]:
         """The ranks that are killed in its last step."""
         fault = self.lives[-1].steps[-1].fault
-        return fault.ranks if fault is not None and fault.kind == "die" else ()
+        return fault.ranks if fault and fault.action == "die" else ()
 
 
 Ended = Literal["completed", "unchanged", "failed", "any"]
@@ -156,8 +175,6 @@ class State:
         self.released = self.failed = False
         self.known = True
         """Whether the states are known: after a cut link, the ranks may differ."""
-        self.store_blocked = False
-        """An abandoned creation holds the store client that new groups would use."""
 
     def managed(self, rank: int) -> list[int]:
         """The managed groups of a rank."""
@@ -178,7 +195,7 @@ class State:
             return "completed"
         if fault.in_nccl and step.do == "use":
             return "completed"  # it is repeated on all ranks, or on none
-        if fault.in_nccl or fault.kind in ("cut", "die"):
+        if fault.in_nccl or fault.action in ("cut", "die"):
             return "any"
         place = fault.point.lstrip("abcdefghijklmnopqrstuvwxyz.")
         if place:
@@ -190,9 +207,9 @@ class State:
             ]
             if max(counts) <= int(place):
                 return "completed"
-        if fault.kind == "counted" and fault.point in LAST_BARRIERS:
+        if fault.action == "counted" and fault.point in LAST_BARRIERS:
             return "completed"
-        untouched = fault.point in UNTOUCHED and fault.kind != "counted"
+        untouched = fault.point in UNTOUCHED and fault.action != "counted"
         return "unchanged" if untouched else "failed"
 
     def apply(self, step: Step, ended: Ended) -> None:
@@ -211,12 +228,11 @@ class State:
             self.released, self.failed, self.known = True, False, True
         elif ended == "completed" and (step.do != "use" or step.fault is not None):
             self.live = {*self.members}
-            self.released = self.failed = self.store_blocked = False
+            self.released = self.failed = False
             self.known = True
         elif ended in ("failed", "any"):
             self.live = {slot for slot, ranks in self.members.items() if len(ranks) == 1}
             self.released = self.failed = True
-            self.store_blocked = step.do in ("reload", "recover")
             self.known = ended == "failed"
 
 
@@ -253,7 +269,7 @@ class Writer:
             self.add("offload")
         given = (connect,) if do == "reload" else ARGUMENTS.get(do, ())
         self.add(do, *given, fault=fault)
-        must = fault.breaks_kept or (do in ("use", "recover") and fault.kind == "cut")
+        must = fault.breaks_kept or (do in ("use", "recover") and fault.action == "cut")
         self.add("mend", "must recover" if must else how)
         self.use_all("ring")
         self.add("settle")
@@ -265,7 +281,7 @@ class Writer:
         kinds += ["reload"] * (4 if state.released else 1)
         kinds += ["offload"] * (1 if state.released else 4)
         kinds += ["recover"] * (state.failed or not state.released)
-        kinds += ["create"] * (0 if state.store_blocked else 3)
+        kinds += ["create"] * 3
         kinds += ["destroy"] * (len(state.members) > 1)
         kind = draw.choice(kinds)
         if kind == "create":
@@ -327,9 +343,11 @@ def program_on_nccl(seed: int, *, suspends: bool) -> Program:
     writer.add("settle")
     for _ in range(draw.randrange(2, 5)):
         do = draw.choice(list(CALLS))
-        kind = draw.choice(["fail", "fail", "delay", "hang", "async"])
+        action, seconds = draw.choice(
+            [("raise", None), ("raise", None), ("stall", 1.0), ("stall", None), ("async", None)]
+        )
         ranks = (draw.randrange(size),)
-        fault = Fault(draw.choice(CALLS[do]), kind, ranks, draw.choice([0, 0, 1, 2]))
+        fault = Fault(draw.choice(CALLS[do]), action, ranks, draw.choice([1, 1, 2, 3]), seconds)
         writer.part(do, fault, draw.choice(["eager", "canary"]))
     writer.add("offload")
     return Program(size, (Life(tuple(writer.steps), bound),), backend, options, variables)
@@ -389,13 +407,13 @@ def every_fault(
     for one in faults:
         fault, then = one if isinstance(one, tuple) else (one, ())
         do = fault.point.partition(".")[0]
-        if fault.kind == "cut":
+        if fault.action == "cut":
             writer.part(do, fault, how="reload")
             continue
         if do == "reload":
             writer.add("offload")
         ended = writer.add(do, *ARGUMENTS.get(do, ()), fault=fault)
-        if fault.kind == "die":
+        if fault.action == "die":
             break
         if not then and ended == "completed":
             then = {"offload": ("reload",), "reload": ("offload", "reload")}[do]
@@ -458,6 +476,6 @@ def every_end(state: str, backend: str = "faulty", **options: Any) -> Program:
         if state == "half rebuilt" and backend == "faulty":
             writer.add("reload", "eager", fault=Fault("reload.group1"))
         elif state == "half rebuilt":  # on both ranks: a creation waits for a member that fails
-            writer.add("reload", "eager", fault=Fault("init", "fail", (0, 1), skip=1))
+            writer.add("reload", "eager", fault=Fault("init", "raise", (0, 1), nth=2))
         lives += [Life(tuple(writer.steps), number % 2 == 1, end), AGAIN]
     return Program(2, tuple(lives), backend, {"parallelism": 1, **options})

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from helpers import faulty_gloo, worlds
-from helpers.fault_job import BOUND, FAR, Job, eventually, fail, signalling
+from helpers import worlds
+from helpers.fault_job import BOUND, Job, eventually, signalling
 
 import reloadpg
 from reloadpg.lifecycle import workers
@@ -24,27 +23,6 @@ def fails(call: Callable[[], object], own: type[Exception], rank: int) -> None:
     """Call an operation that fails on rank 1."""
     with pytest.raises(own if rank == 1 else reloadpg.PeerFailedError):
         call()
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("world", [True, False])
-def test_a_group_can_be_created_after_a_failed_reload(rank: int, world: bool) -> None:
-    """It does not wait for the abandoned creation, which blocks its client (failures 14, 19)."""
-    job = Job("faulty", subgroups=[(0, 1)] * 2, world=world)
-    reloadpg.offload()
-    if rank == 1:
-        faulty_gloo.inject("create", fail, group=f"{job.ring.group_name}@*")
-    fails(
-        reloadpg.reload, reloadpg.errors.RebuildError, rank
-    )  # rank 0 is still creating the last one
-    begun = time.monotonic()
-    made = dist.new_group([0, 1])
-    assert time.monotonic() - begun < FAR
-    assert worlds.sums_right(made)
-    assert world or worlds.sums_right(None)
-    reloadpg.reload()
-    assert worlds.sums_right(*job.groups.values(), made)
 
 
 @pytest.mark.skipif(worlds.BOUND, reason="torch needs the device that the group is bound to")

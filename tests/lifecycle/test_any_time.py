@@ -89,20 +89,6 @@ def test_the_status_describes_a_running_operation(rank, world, tmp_path):
         assert line.startswith("offload is running, before barrier 'enter': waiting for other")
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("world", ["unbound", "bound"])
-def test_an_offload_detects_a_group_that_one_rank_has_shut_down(rank, world):
-    """It raises before it changes anything; the other members would hang in a collective."""
-    start(world)
-    pair = dist.new_group([0, 1], group_desc="the pair")
-    summed(pair, rank)
-    if rank == 1:
-        pair.shutdown()
-    with pytest.raises(reloadpg.DisagreementError, match="shut down") as caught:
-        reloadpg.offload()
-    assert "on rank 0 and" in str(caught.value)
-
-
 @pytest.mark.guarantees
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("world", ["unbound", "bound"])

@@ -110,32 +110,6 @@ def failing(calls: list[str], name: str) -> Callable[[], None]:
 
 
 @pytest.mark.ranks(2)
-def test_an_error_of_a_callback_after_a_reload_is_this_ranks_alone(rank: int) -> None:
-    """The groups are live on all ranks, and the other callbacks are called. The next reload calls
-    again the one that has raised.
-    """
-    gloo()
-    calls: list[str] = []
-    if rank == 0:
-        reloadpg.on_reload(failing(calls, "first"))
-    reloadpg.on_reload(lambda: calls.append("second"))
-    reloadpg.offload()
-    if rank == 0:
-        with pytest.raises(
-            reloadpg.ReloadpgError, match=r"callback failing\..*\.call .* groups are live"
-        ):
-            reloadpg.reload()
-    else:
-        assert reloadpg.reload().changed
-    assert dist.group.WORLD.state == "live"  # type: ignore[union-attr]
-    assert worlds.summed(dist.group.WORLD, rank) == 3.0
-    assert not reloadpg.reload().changed
-    assert calls == (["first", "second", "first"] if rank == 0 else ["second"])
-    assert not reloadpg.reload().changed
-    assert calls == (["first", "second", "first"] if rank == 0 else ["second"])
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", ["callback", "disagreement"])
 def test_a_reload_after_an_offload_that_failed_calls_its_callbacks(where: str, rank: int) -> None:
     """What ``on_offload`` has freed is created again, though no group was released."""

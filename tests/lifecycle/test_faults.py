@@ -46,8 +46,8 @@ TWELVE = tuple((0, 1, 2) for _ in range(11))
 POINTS = OFFLOAD_POINTS + RELOAD_POINTS
 
 
-def faults(kind: str, *points: str, ranks: tuple[int, ...] = (FAULTY,)) -> list[Fault]:
-    return [Fault(point, kind, ranks) for point in points]
+def faults(action: str, *points: str, ranks: tuple[int, ...] = (FAULTY,)) -> list[Fault]:
+    return [Fault(point, action, ranks) for point in points]
 
 
 def each_group(operation: str, parallelism: int) -> Program:
@@ -75,7 +75,7 @@ TWO_RANKS = [
     Fault("recover.enter", "interrupt", (0, 3)),
     Fault("recover.check2", "raise", (0, 1)),
 ]
-HANGS = faults("hang", "reload.group1", "recover.enter", "recover.group2", "recover.done")
+STALLS = faults("stall", "reload.group1", "recover.enter", "recover.group2", "recover.done")
 CUT = faults("cut", "offload.enter", "reload.enter", "reload.done")
 """For longer than the timeout, so that the ranks end the operation differently (failure 35)."""
 PAIRS = ((0, 1), (1, 0))
@@ -90,7 +90,7 @@ TABLES = {
     "each group of an offload, in parallel": each_group("offload", 8),
     "each group of a reload": each_group("reload", 1),
     "each group of a reload, in parallel": each_group("reload", 8),
-    "hangs": every_fault(HANGS, timeout=BOUND),
+    "stalls": every_fault(STALLS, timeout=BOUND),
     "link to the store": every_fault(CUT, PAIRS, timeout=2.0),
 }
 DEFAULT = ("either operation after a failure", "signals", "interrupts after the arrival")

@@ -8,21 +8,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from helpers import worlds
 from helpers.fault_job import FAR, Job, attempt, base_store, join_operations
-from helpers.interrupting import raised_at_call
 
 import reloadpg
 from reloadpg import environment
 from reloadpg.lifecycle.block import Block
+from reloadpg.lifecycle.caller import Caller
 from reloadpg.lifecycle.job import jobs
+from reloadpg.lifecycle.kinds import OFFLOAD
+from reloadpg.lifecycle.offload import release
+from reloadpg.lifecycle.operation import Operation
 from reloadpg.lifecycle.pending import Call
 from reloadpg.rendezvous.round import on_barrier
 from reloadpg.testing import run_ranks
@@ -92,6 +96,89 @@ def test_a_job_that_a_barrier_has_begun_goes_on_after_install(rank: int) -> None
 
 
 # -- interrupts -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def raised_at_call(
+    number: int, error: BaseException, after: CodeType | None = None
+) -> Iterator[list[int]]:
+    """Raise an error at a call of a function of the library in this block, as a handler does.
+
+    Only in this thread; counted from the call of ``after``, if given. The list has the number of
+    calls that were left; it is not positive once the error was raised.
+    """
+    left, begun = [number], after is None
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        nonlocal begun
+        if begun and frame.f_globals.get("__name__", "").startswith("reloadpg."):
+            left[0] -= 1
+            if left[0] == 0:
+                raise error
+        begun = begun or frame.f_code is after
+
+    sys.settrace(trace)
+    try:
+        yield left
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.ranks(2)
+def test_an_interrupt_before_a_callback_is_told_as_such(rank: int) -> None:
+    """The caller waits no more, and the callback is not called, so it is not blamed."""
+    Job("gloo", subgroups=([0, 1],), timeout=FAR)
+
+    def mine() -> None:
+        """Do nothing."""
+
+    reloadpg.on_offload(mine)
+
+    class Leaving(Caller):
+        def call(self, function: object) -> None:
+            self.tell(KeyboardInterrupt())
+            self.check()
+
+    if rank == INTERRUPTED:
+        op = Operation.begin(OFFLOAD, frozenset(), Leaving())
+        assert op is not None
+        with pytest.raises(KeyboardInterrupt), op:
+            release(op)
+    else:
+        seen = attempt(reloadpg.offload)
+        assert seen.kind == "PeerFailedError"
+        assert "KeyboardInterrupt" in seen.text
+        assert "mine" not in seen.text
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("pending", [False, True])
+def test_an_interrupt_at_any_call_leaves_no_operation_running(pending: bool) -> None:
+    """The operation ends even if the traceback, and so its frames, is kept.
+
+    A pending one has not started, or completes without a handle.
+    """
+    worlds.start("unbound", min_size=1)
+    held = []
+
+    def cycle() -> None:
+        if pending:
+            reloadpg.offload(wait=False).result()
+            reloadpg.reload(wait=False).result()
+        else:
+            with reloadpg.offloaded():
+                pass
+
+    for number in range(0, 200, 2):
+        try:
+            with raised_at_call(number, KeyboardInterrupt()):
+                cycle()
+        except KeyboardInterrupt as error:
+            held.append(error)  # keeps the frames
+        join_operations()
+        reloadpg.reload()  # never "offload is running in this process"
+    assert len(held) > 20
+    assert (reloadpg.status().state, worlds.summed(None, 0)) == ("live", 1.0)
 
 
 @pytest.mark.ranks(2)
@@ -282,8 +369,11 @@ def test_signals_at_random_moments_are_told_and_leave_no_operation_running() -> 
 def test_callbacks_after_a_reload_are_owed_until_each_has_returned(
     rank: int, error: type[BaseException]
 ) -> None:
-    """Whatever ends the first of them, the next reload calls the rest, each once."""
-    Job("gloo", subgroups=([0, 1],), timeout=FAR)
+    """Whatever ends the first of them, the next reload calls the rest, each once.
+
+    An error is this rank's alone: the groups are live on all ranks.
+    """
+    job = Job("gloo", subgroups=([0, 1],), timeout=FAR)
     calls: list[str] = []
 
     def raises() -> None:
@@ -297,7 +387,11 @@ def test_callbacks_after_a_reload_are_owed_until_each_has_returned(
     reloadpg.offload()
     seen = attempt(reloadpg.reload)
     assert seen.kind == ("" if rank else "ReloadpgError" if error is ValueError else error.__name__)
+    if rank == 0 and error is ValueError:
+        assert "raises raised ValueError: of a callback. All groups are live" in seen.text
+        assert calls == ["before", "raises", "after"]
     assert calls[:2] == ["before", "raises"]
+    job.assert_live()
     reloadpg.reload()
     assert sorted(calls) == sorted(["before", "raises", *["raises"] * (rank == 0), "after"])
     reloadpg.reload()
