@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-from ..c10d import backends, compiling, tables
+from ..c10d import backends, compiling
 from .loans import borrower
 from .managed import ManagedGroup
+from .registry import registry
 
 _OF_BACKENDS = ("_comm_ptr", "comm_ptr", "new_window", "register_abort_hook", "register_mem_pool")
 
@@ -40,10 +41,9 @@ def _recording_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
     def rendezvous(tensor: Any, group_name: str | None = None) -> Any:
         handle = original(tensor, group_name)
         if borrower(1) is not None and backends.symmetric_memory_keeps_communicators():
-            for group in tables.known_groups():
-                managed: ManagedGroup | None = getattr(group, "_managed", None)
-                if managed is not None and managed.name == group_name:
-                    return managed.loans.take(managed, "rendezvous", handle)
+            for group in registry.managed():
+                if group.name == group_name:
+                    return group.loans.take(group, "rendezvous", handle)
         return handle
 
     return rendezvous
@@ -51,11 +51,9 @@ def _recording_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _owner(backend: Any) -> ManagedGroup | None:
     """The reloadable group that a backend object belongs to now. Local."""
-    for group in tables.known_groups():
-        managed: ManagedGroup | None = getattr(group, "_managed", None)
-        inner = None if managed is None else managed.communicator
-        if managed is not None and inner is not None:
-            live = backends.live_backends(inner, managed.construction.selected)
+    for group in registry.managed():
+        if (inner := group.communicator) is not None:
+            live = backends.live_backends(inner, group.construction.selected)
             if any(one is backend for one in live.values()):
-                return managed
+                return group
     return None

@@ -46,6 +46,9 @@ class verbatim:  # noqa: N801 - a context manager
 Order = tuple[Any, ...]
 """Sort key of a group, equal on all of its members."""
 
+Defaults = tuple[object, "timedelta | None"]
+"""``pg_options`` and timeout of a group whose call has none."""
+
 WORLD_ORDER: Order = (0,)
 HANDED_OVER: Order = (2,)
 """First element of the sort keys of groups passed to ``register_group()``, which come last."""
@@ -147,7 +150,7 @@ class Construction:
         entry: its entries in c10d's tables, with the name that torch gave it the first time.
         selected: the device types whose backend is released and rebuilt.
         rank: the group rank of this process.
-        defaults: ``pg_options`` and timeout if the call has none: the group's, or None.
+        defaults: ``pg_options`` and timeout if the call has none.
         place: the sort key, if it does not follow from the name.
     """
 
@@ -155,7 +158,7 @@ class Construction:
     entry: tables.Entry
     selected: tuple[str, ...]
     rank: int
-    defaults: tuple[object, timedelta | None] = (None, None)
+    defaults: Defaults = (None, None)
     place: Order | None = None
 
     @property

@@ -122,11 +122,11 @@ class Registry:
         groups = [group for group in tables.known_groups() if managed(group) is not None]
         in_tables = tables.references()
         in_tables.update(map(id, held))
-        counts = _references([object(), *groups])
+        none, *counts = [sys.getrefcount(thing) for thing in [object(), *groups]]
         return [
             group
-            for group, count in zip(groups, counts[1:], strict=True)
-            if count - counts[0] <= in_tables[id(group)] and not tables.is_of_mesh(group)
+            for group, count in zip(groups, counts, strict=True)
+            if count - none <= in_tables[id(group)] and not tables.is_of_mesh(group)
         ]
 
     def _others(self) -> Iterator[tuple[ProcessGroup, Bypass | None]]:
@@ -155,11 +155,6 @@ class Registry:
 
 def _managed_groups() -> list[ManagedGroup]:
     return [record for group in tables.known_groups() if (record := managed(group)) is not None]
-
-
-def _references(things: list[Any]) -> list[int]:
-    """Count the references to each of these objects, including the list's."""
-    return [sys.getrefcount(thing) for thing in things]
 
 
 _RAW = (

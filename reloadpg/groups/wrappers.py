@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..c10d import backends, creation, tables
 from ..texts import warn
-from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
+from .creation import WORLD_ORDER, Call, Construction, Defaults, parameters_of, thread, verbatim
 from .offloaded import Offloaded
 from .proxy import ReloadableProcessGroup
 from .registry import registry
@@ -172,30 +172,38 @@ def _manage(
             registry.without_set.add(group)
         return group
     devices, set_name = decision
-    # Every member comes here: no call for the groups of torch itself.
-    if type(group) is not ProcessGroup and (obstacle := _obstacle(group)):
-        registry.left_alone[group] = obstacle
+    if _manages_itself(group):
         return group
     if call is None:
         call = Call.capture(function, args, kwargs)
-    parents: tuple[object, Any] = (None, None)
+    defaults: Defaults = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
-        timeouts = backends.get_timeouts(group, devices).values()
-        parents = backends.options_of(group, devices), next(iter(timeouts), None)
-        creation.forget_parent(parents[0])
+        defaults = _defaults_of(group, devices)
+        creation.forget_parent(defaults[0])
     if call.kwargs or len(call.args) > 1:
         call.forget_parent()  # the split is done
-    construction = Construction(call, entry, devices, group.rank(), parents)
+    construction = Construction(call, entry, devices, group.rank(), defaults)
     proxy = ReloadableProcessGroup(group, construction)
     if set_name != TRAINER:
         proxy._managed.join(set_name)
     return proxy
 
 
-def _obstacle(group: ProcessGroup) -> str:
-    if callable(getattr(group, "configure", None)):
-        return "its configure() recreates its communicators, like torchft's: it manages itself"
-    return ""
+def _manages_itself(group: ProcessGroup) -> bool:
+    """Whether a selected group recreates its communicators itself, and so stays as it is. Local."""
+    # Every member comes here: no call for the groups of torch itself.
+    if type(group) is ProcessGroup or not callable(getattr(group, "configure", None)):
+        return False
+    registry.left_alone[group] = (
+        "its configure() recreates its communicators, like torchft's: it manages itself"
+    )
+    return True
+
+
+def _defaults_of(group: ProcessGroup, devices: tuple[str, ...]) -> Defaults:
+    """The options and the timeout of a live group, for a call that has none. Local."""
+    timeouts = backends.get_timeouts(group, devices).values()
+    return backends.options_of(group, devices), next(iter(timeouts), None)
 
 
 def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
@@ -209,21 +217,16 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
         return None
     entry = tables.entry_of(world)
     decision = selection.decide(entry, lambda: TRAINER, is_world=True)
-    if isinstance(decision, Bypass):
-        return None
-    if obstacle := _obstacle(world):
-        registry.left_alone[world] = obstacle
+    if isinstance(decision, Bypass) or _manages_itself(world):
         return None
     devices = decision.devices
-    defaults: tuple[object, Any] = (None, None)
+    defaults: Defaults = (None, None)
     if call is None:
         call = Call(creation.original("init_process_group"), (), {})
-        timeout = next(iter(backends.get_timeouts(world, devices).values()), None)
-        defaults = backends.options_of(world, devices), timeout
-    construction = Construction(call, entry, devices, world.rank(), defaults, WORLD_ORDER)
+        defaults = _defaults_of(world, devices)
     creation.complete_ranks(world, tuple(entry.devices))
-    proxy = ReloadableProcessGroup(world, construction)
-    return proxy
+    construction = Construction(call, entry, devices, world.rank(), defaults, WORLD_ORDER)
+    return ReloadableProcessGroup(world, construction)
 
 
 # ---------------------------------------------------------------------------------------------
