@@ -794,7 +794,9 @@ class Explorer:
                 problem = "stuck"
             if {*answers} - came - busy - {*named.missing, *named.late}:
                 problem = "late"
-            if len({*named.late} & came) > len(came) - named.arrived:
+            # A rank whose arrival got no reply cannot know that it was counted in time.
+            lost = {"lost", "late"} & {*self.case.kinds} and self.case.faults - world.faults > 1
+            if not lost and len({*named.late} & came) > len(came) - named.arrived:
                 problem = "late"
         if problem:
             raise Violation(f"rank {rank} names {problem} in {named}: {self.show(world)}")
