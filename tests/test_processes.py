@@ -32,8 +32,13 @@ def killed(rank: int, size: int, port: int, victim: int, when: str) -> tuple[str
     if rank == victim and when == "at first":
         store.wait([f"test/connected/{one}" for one in range(size)])
         die()
-    if rank == victim and when == "at a barrier":
-        reloadpg.on_offload(die)
+    if when == "at a barrier":  # the others are on their way to it: late ranks are missing, too
+        key = "test/entered"
+        others = [f"{key}/{one}" for one in range(size) if one != victim]
+        if rank == victim:
+            reloadpg.on_offload(lambda: (store.wait(others), die()))
+        else:
+            reloadpg.on_offload(lambda: store.set(f"{key}/{rank}", "1"))
     elif rank == victim:
         faulty_gloo.inject("create", die)
     try:
