@@ -243,30 +243,6 @@ def test_a_long_wait_is_logged(
 # -- failures --------------------------------------------------------------------------------------
 
 
-def test_a_failure_is_raised_on_all_ranks_before_the_timeout() -> None:
-    """One of the other ranks waits at the barrier, and one works."""
-    job = tcp_job(3)
-    release = threading.Event()
-
-    def body(rdv: Rendezvous) -> str | None:
-        round_ = Round.open(rdv, "offload", ("enter", "released"), FAR)
-        round_.barrier("enter", PLAN)
-        if rdv.rank == 0:
-            return round_.fail(ReloadpgError("out of memory"))
-        if rdv.rank == 1:
-            work(round_, lambda: release.wait(FAR))
-        round_.barrier("released")
-        return None
-
-    phase, *errors = job.run(body)
-    release.set()
-    assert phase == "released"
-    for error in errors:
-        assert isinstance(error, PeerFailedError)
-        assert (error.rank, error.phase, error.missing) == (0, "released", ())
-        assert "ReloadpgError: out of memory" in str(error)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("silence")
 def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond() -> None:
