@@ -460,6 +460,8 @@ class Player:
 
         def recover() -> None:
             self._set_timeouts(LIMIT)  # those of the first attempt are short
+            if number:  # the call that hangs may be this loop's own
+                faults.clear_faults()
             reloadpg.recovery.recover("a test")
 
         attempts, right, number = [0, 0], False, 0
