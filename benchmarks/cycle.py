@@ -42,7 +42,7 @@ from _output import command_line, installed, machine, write_json
 from reload import JOB_SIZES, by_job_size, resident_mb
 
 import reloadpg
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import faults, run_ranks, simulated
 from reloadpg.texts import table
 
 RANKS = 4
@@ -67,7 +67,7 @@ def rank_of_job(
         simulated.register()
         simulated.configure(bytes_per_communicator=BYTES)
         for step, seconds in SECONDS.items():
-            simulated.inject(simulated.Fault(step, "stall", seconds=seconds, times=None))  # type: ignore[arg-type]
+            faults.inject(faults.Fault(step, "stall", seconds=seconds, times=None))  # type: ignore[arg-type]
     ours = way == "reloadable"
     with installed(backends={backend}, world=False) if ours else nullcontext():
         dist.init_process_group(backend)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _output import command_line, machine, write_json
 
 import reloadpg
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import faults, run_ranks, simulated
 from reloadpg.texts import table
 
 RANKS = 4
@@ -41,9 +41,9 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def slow(creation: float) -> simulated.Fault:
+def slow(creation: float) -> faults.Fault:
     """Every creation takes this number of seconds."""
-    return simulated.Fault("create", "stall", seconds=creation, times=None)
+    return faults.Fault("create", "stall", seconds=creation, times=None)
 
 
 def groups_of(count: int) -> list[Any]:
@@ -54,7 +54,7 @@ def reloads(rank: int, size: int, width: int, groups: int, creation: float, cycl
     """The median time of a reload of WORLD and this number of groups."""
     start(width)
     groups_of(groups)
-    simulated.inject(slow(creation))
+    faults.inject(slow(creation))
     times = []
     for _ in range(cycles):
         reloadpg.offload()
@@ -67,7 +67,7 @@ def torch_alone(rank: int, size: int, groups: int, creation: float) -> float:
     simulated.register()
     dist.init_process_group(simulated.NAME)
     simulated.configure(bytes_per_communicator=1 << 20)
-    simulated.inject(slow(creation))
+    faults.inject(slow(creation))
     return timed(lambda: groups_of(groups + 1))
 
 
@@ -77,7 +77,7 @@ def concurrent(
     """A reload and a copy, in sequence and at the same time; medians."""
     start(width)
     groups_of(groups)
-    simulated.inject(slow(creation))
+    faults.inject(slow(creation))
 
     def after() -> None:
         reloadpg.reload(connect="eager")

@@ -15,7 +15,7 @@ as for a suspend, are in the stand-ins for NCCL (:mod:`reloadpg.testing.standins
 
 A test can inject faults (:mod:`reloadpg.testing.faults`)::
 
-    with simulated.inject(simulated.Fault("create", rank=1, nth=3, message="no memory")):
+    with faults.inject(faults.Fault("create", rank=1, nth=3, message="no memory")):
         reloadpg.reload()  # fails in the third creation of rank 1
 
 Limits: it has no streams, and operations overlap only as in gloo. It cannot be part of a mixed
@@ -47,18 +47,15 @@ from torch.distributed import (
 
 from reloadpg.c10d import backends, memory, stores, tables
 from reloadpg.groups import dispatch
-from reloadpg.testing.faults import Fault, FaultMoment, FaultPoint, check, clear_faults, inject
+from reloadpg.testing.faults import FaultMoment, FaultPoint, check
 from reloadpg.threads import LibraryThread
 
 __all__ = [
     "NAME",
-    "Fault",
     "GroupInfo",
     "Stats",
-    "clear_faults",
     "configure",
     "groups",
-    "inject",
     "register",
     "stats",
 ]

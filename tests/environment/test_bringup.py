@@ -23,7 +23,7 @@ from helpers.in_turn import variables
 import reloadpg
 from reloadpg import environment
 from reloadpg.environment import DistributedEnvironmentError
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 
 LIMIT = 150.0
 """Seconds within which the ranks of a run must have ended: nothing here is to wait so long."""
@@ -357,11 +357,11 @@ def test_a_group_that_does_not_connect_is_named_with_its_ranks_and_interfaces(
     simulated.register()
     started = dist.FileStore(os.path.join(os.environ["TMPDIR"], "started"), 4)
     meet("all have started", 4, LIMIT, started)
-    fault = simulated.Fault("connect", action, group="mesh_tp", rank=2, message="no route to host")
+    fault = faults.Fault("connect", action, group="mesh_tp", rank=2, message="no route to host")
     options: dict[str, Any] = {"init_timeout": 5}
     if action == "raise":
         os.environ["NCCL_SOCKET_IFNAME"], options = "ib7", {"init_timeout": 60}
-    with simulated.inject(fault), pytest.raises(reloadpg.ReloadpgError) as caught:
+    with faults.inject(fault), pytest.raises(reloadpg.ReloadpgError) as caught:
         reloadpg.environment.init_distributed("sim", mesh_dims=MESH, **options)
     kind, message = type(caught.value).__name__, str(caught.value)
     if action == "raise":

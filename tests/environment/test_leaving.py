@@ -15,7 +15,7 @@ from helpers.fault_job import survivors
 
 import reloadpg
 from reloadpg import environment
-from reloadpg.testing import simulated
+from reloadpg.testing import faults
 
 LIMIT_S = 240.0
 """Timeout of each wait: longer than a test may take."""
@@ -25,13 +25,13 @@ LIMIT_S = 240.0
 def on_arrival(key: str) -> Iterator[None]:
     """Set a key of the store when this rank waits for others in a barrier."""
     store = dist.distributed_c10d._get_default_store()
-    fault = simulated.Fault(
+    fault = faults.Fault(
         *("barrier", "call"),
         operation="barrier 'after eval'.arrive",
         moment="waiting",
         call=lambda _: store.set(key, "1"),
     )
-    with simulated.inject(fault):
+    with faults.inject(fault):
         yield
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from helpers import worlds
 
 import reloadpg
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import faults, run_ranks
 
 LIMIT_S = 240.0
 """Timeout of waits for other ranks, and of runs in which no rank waits that long."""
@@ -59,8 +59,8 @@ def test_rank_0_with_the_store_leaves_after_the_others_know_that_all_came(rank: 
         between.set("rank 1 knows", "1")
 
     if rank == 1:
-        simulated.inject(
-            simulated.Fault(
+        faults.inject(
+            faults.Fault(
                 "barrier", "call", operation="exit.arrive", moment="after", call=lambda _: slow()
             )
         )

@@ -168,7 +168,7 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("docs/trainers.md", "fully_shard(model"): (2, the_reloaded_mesh),
     ("docs/trainers.md", "dcp.async_save("): (2, the_save_during_a_rollout),
     ("docs/recovery.md", "recovery_requested()"): (2, the_repeated_steps),
-    ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
+    ("docs/testing.md", "faults.inject"): (2, the_injected_fault),
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
     (RL, 'connect="eager"'): (2, the_rollout),
     (RL, "groups_live()"): (2, the_update_while_asleep),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 
 pytestmark = pytest.mark.matrix
 
@@ -68,10 +68,10 @@ def plug_in(device: str, backend: str) -> Runtime:
     torch.utils.rename_privateuse1_backend(device)
     torch._register_device_module(device, Accelerator(f"torch.{device}"))
     dist.Backend.register_backend(backend, runtime.create, extended_api=True, devices=[device])
-    released = simulated.Fault(
+    released = faults.Fault(
         "release", "call", times=None, moment="after", call=runtime.after_release
     )
-    simulated.inject(released)
+    faults.inject(released)
     return runtime
 
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from reloadpg.testing import simulated
-from reloadpg.testing.simulated import Fault, GroupInfo
+from reloadpg.testing import faults, simulated
+from reloadpg.testing.faults import Fault
+from reloadpg.testing.simulated import GroupInfo
 
 BYTES = 1 << 16
 """Bytes of each communicator."""
@@ -120,8 +121,8 @@ class StandInSaver:
 
         every: Any = {"action": "call", "moment": "after", "times": None}
         with (
-            simulated.inject(Fault("connect", call=connected, **every)),
-            simulated.inject(Fault("release", call=released, **every)),
+            faults.inject(Fault("connect", call=connected, **every)),
+            faults.inject(Fault("release", call=released, **every)),
         ):
             yield self
 

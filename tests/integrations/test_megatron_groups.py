@@ -25,7 +25,7 @@ from integrations.stand_ins import BYTES
 
 import reloadpg
 from reloadpg.integrations import megatron
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 
 pytestmark = worlds.unbound_only
 
@@ -256,9 +256,9 @@ def a_rank_that_does_not_come_to_destroy_model_parallel_is_named(
     while rank == 0 and len(list(arrived.glob("arrived-*"))) < 2:
         time.sleep(0.01)
     come = (arrived / f"arrived-{rank}").touch
-    waiting = simulated.Fault("barrier", "call", moment="waiting", call=lambda _: come())
+    waiting = faults.Fault("barrier", "call", moment="waiting", call=lambda _: come())
     said = r"(?s)destroy_model_parallel.*missing: rank 3"
-    with simulated.inject(waiting), pytest.raises(reloadpg.RendezvousTimeoutError, match=said):
+    with faults.inject(waiting), pytest.raises(reloadpg.RendezvousTimeoutError, match=said):
         megatron.destroy_model_parallel(timeout)
     if rank != 3:
         assert sums_right(None)

@@ -15,7 +15,7 @@ import reloadpg
 from reloadpg.lifecycle import workers
 from reloadpg.lifecycle.destroy import Releases
 from reloadpg.lifecycle.job import jobs
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 from reloadpg.threads import CancelToken
 
 
@@ -32,7 +32,7 @@ def test_a_group_can_be_created_where_only_some_ranks_have_a_new_world(rank: int
     job = Job("sim", subgroups=())
     reloadpg.offload()
     if rank == 1:
-        simulated.inject(simulated.Fault("create"))
+        faults.inject(faults.Fault("create"))
     # The creation of WORLD is local here: rank 0 has completed it.
     fails(reloadpg.reload, reloadpg.errors.RebuildError, rank)
     made = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=10))
@@ -50,10 +50,10 @@ def test_a_group_whose_creation_ends_after_the_timeout_is_discarded(rank: int) -
     names = {*dist.distributed_c10d._world.pg_names.values()}
     reloadpg.offload()
     if rank == 1:
-        simulated.inject(simulated.Fault("create", "stall"))
+        faults.inject(faults.Fault("create", "stall"))
     with pytest.raises(reloadpg.RendezvousTimeoutError):
         reloadpg.reload()
-    simulated.clear_faults()
+    faults.clear_faults()
     assert eventually(lambda: not reloadpg.status().unfinished)
     job.meet("discarded")
     assert {*dist.distributed_c10d._world.pg_names.values()} <= names
@@ -79,12 +79,12 @@ def test_a_second_interrupt_leaks_no_communicator() -> None:
     job = Job("sim", subgroups=[(0, 1)] * 8, parallelism=1)
     # A communicator that is referenced elsewhere is released only by an abort.
     others = [group._managed.communicator for group in job.groups.values()]
-    simulated.inject(simulated.Fault("release", operation="shutdown"))
+    faults.inject(faults.Fault("release", operation="shutdown"))
     again = signalling(signal.SIGINT, KeyboardInterrupt())
-    simulated.inject(simulated.Fault("release", "call", operation="abort", call=lambda _: again()))
+    faults.inject(faults.Fault("release", "call", operation="abort", call=lambda _: again()))
     with pytest.raises((reloadpg.errors.ReleaseError, reloadpg.PeerFailedError, KeyboardInterrupt)):
         reloadpg.offload()
-    simulated.clear_faults()
+    faults.clear_faults()
     assert eventually(lambda: simulated.stats().held_bytes == 0)
     others.clear()
     reloadpg.reload()

@@ -14,7 +14,7 @@ from helpers.jobs import start
 import reloadpg
 from reloadpg.errors import InvalidOptionError, RebuildError
 from reloadpg.integrations import colocated
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 from reloadpg.testing.faults import InjectedFaultError
 
 pytestmark = pytest.mark.matrix
@@ -40,7 +40,7 @@ def _start():
 
 def _fail(times, rank=1):
     """Let the creation of the second group fail on one rank."""
-    simulated.inject(simulated.Fault("create", group="1@*", rank=rank, times=times))
+    faults.inject(faults.Fault("create", group="1@*", rank=rank, times=times))
 
 
 def _sum(group):
@@ -107,7 +107,7 @@ def test_a_creation_that_an_attempt_has_abandoned_ends_within_the_next_attempt(r
         threads.append(threads[0].is_alive())
 
     for nth, call in enumerate([abandoned, again] if rank == 0 else [fails], 1):
-        simulated.inject(simulated.Fault("create", "call", group="1@*", nth=nth, call=call))
+        faults.inject(faults.Fault("create", "call", group="1@*", nth=nth, call=call))
     report = reloadpg.reload(attempts=2)
     assert len(report.retries) == 1
     assert threads[1:] == [False] * (rank == 0)
@@ -132,7 +132,7 @@ def test_what_no_attempt_repairs_is_raised_at_once(rank):
     remove()
     assert len(calls) == rank
     with (
-        simulated.inject(simulated.Fault("barrier", operation="reload.done", rank=1)),
+        faults.inject(faults.Fault("barrier", operation="reload.done", rank=1)),
         pytest.raises((InjectedFaultError, reloadpg.PeerFailedError)),
     ):
         reloadpg.reload(attempts=3)

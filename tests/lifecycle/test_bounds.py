@@ -15,7 +15,7 @@ from helpers.sampling import sampled
 import reloadpg
 from reloadpg.lifecycle.job import jobs
 from reloadpg.rendezvous.round import Round
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_a_release_that_hangs_is_named_and_aborted(rank, machine):
     """
     job = Job("sim", subgroups=[(0, 1)] * 3, timeout=BOUND)
     if rank == 1:
-        simulated.inject(simulated.Fault("release", "stall", group="g1", operation="shutdown"))
+        faults.inject(faults.Fault("release", "stall", group="g1", operation="shutdown"))
     if machine != "runs":
         store = base_store().clone()
         store.set(f"pid/{rank}", str(os.getpid()))
@@ -69,7 +69,7 @@ def test_a_release_that_hangs_is_named_and_aborted(rank, machine):
     assert [one for one in report.warnings if "still being destroyed" in one] == [
         f"{one}: its memory is not free" for one in unfinished
     ]
-    simulated.clear_faults()
+    faults.clear_faults()
     job.meet("offloaded")
     reloadpg.reload()
     job.assert_live()
@@ -82,7 +82,7 @@ def test_memory_of_a_stalled_abort_is_reported_as_held(rank):
     job = Job("sim", subgroups=[(0, 1)], timeout=BOUND)
     stalled = rank == 1
     if stalled:
-        simulated.inject(simulated.Fault("release", "stall", group="g0", times=None))
+        faults.inject(faults.Fault("release", "stall", group="g0", times=None))
     with contextlib.suppress(reloadpg.RendezvousTimeoutError):
         reloadpg.offload()
     job.meet("failed")  # the rank with the stalled abort has waited for it
@@ -90,7 +90,7 @@ def test_memory_of_a_stalled_abort_is_reported_as_held(rank):
     assert bool(reloadpg.status().unfinished) == stalled
     assert ("still being destroyed" in str(reloadpg.status())) == stalled
     assert (simulated.stats().held_bytes > 0) == stalled
-    simulated.clear_faults()
+    faults.clear_faults()
     job.meet("offloaded")
     reloadpg.reload()
     reloadpg.offload()
@@ -115,14 +115,14 @@ def test_an_operation_waits_for_a_communicator_that_is_still_being_destroyed(ran
 
     if rank == 0:
         place = {"group": "g0", "call": hold}
-        simulated.inject(simulated.Fault("release", group="g0", operation="shutdown"))
-        simulated.inject(simulated.Fault("release", "call", operation="abort", **place))
+        faults.inject(faults.Fault("release", group="g0", operation="shutdown"))
+        faults.inject(faults.Fault("release", "call", operation="abort", **place))
     with contextlib.suppress(reloadpg.ReloadpgError):
         reloadpg.offload()
     job.meet("failed")
     if rank == 0:
         barrier = {"operation": "offload.enter", "moment": "before", "call": arrive}
-        simulated.inject(simulated.Fault("barrier", "call", **barrier))
+        faults.inject(faults.Fault("barrier", "call", **barrier))
         waits = reloadpg.offload(wait=False)
         assert eventually(lambda: "still being" in str(reloadpg.status().running) or seen)
         freed.set()
@@ -140,13 +140,13 @@ def test_the_communicators_of_a_failed_operation_are_aborted_in_parallel():
     job = Job("sim", subgroups=[(0, 1)] * 8, timeout=BOUND)
     together = threading.Barrier(9)  # these groups and WORLD
     abort = {"operation": "abort", "times": None, "call": lambda _: together.wait(60)}
-    simulated.inject(simulated.Fault("release", "call", **abort))
-    simulated.inject(simulated.Fault("release", operation="shutdown", times=None))
+    faults.inject(faults.Fault("release", "call", **abort))
+    faults.inject(faults.Fault("release", operation="shutdown", times=None))
     with contextlib.suppress(reloadpg.ReloadpgError):
         reloadpg.offload()
     assert eventually(lambda: reloadpg.status().unfinished == ())
     assert not together.broken
-    simulated.clear_faults()
+    faults.clear_faults()
     reloadpg.reload()
     reloadpg.offload()
     assert jobs.known is not None

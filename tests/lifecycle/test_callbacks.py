@@ -13,8 +13,8 @@ from helpers import faulty_gloo, worlds
 from helpers.fault_job import attempt, base_store
 
 import reloadpg
-from reloadpg.testing import run_ranks, simulated
-from reloadpg.testing.simulated import Fault
+from reloadpg.testing import faults, run_ranks
+from reloadpg.testing.faults import Fault
 
 
 @pytest.mark.parametrize("where", ["on_offload", "on_reload", "on_report"])
@@ -82,7 +82,7 @@ def _reload(rank: int, size: int) -> bool:
         faulty_gloo.inject("create", held, moment="after")
         reloadpg.reload()
     else:
-        with simulated.inject(
+        with faults.inject(
             Fault("barrier", "call", operation="reload.done", moment="before", call=done)
         ):
             reloadpg.reload()

@@ -20,7 +20,7 @@ PRELUDE = """
 import asyncio, atexit, os, signal, sys
 import torch.distributed as dist
 import reloadpg
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 from contextlib import nullcontext
 from datetime import timedelta
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -245,7 +245,7 @@ def test_a_process_ends_while_a_thread_is_stuck_in_a_rebuild(run: Run) -> None:
         """    pass
 reloadpg.offload()
 if rank == 1:
-    simulated.inject(simulated.Fault("create", "stall"))
+    faults.inject(faults.Fault("create", "stall"))
 try:
     reloadpg.reload()
 except reloadpg.RendezvousTimeoutError:

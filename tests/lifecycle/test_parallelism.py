@@ -16,7 +16,7 @@ from helpers.fault_job import FAR, PATIENCE, Job, base_store, eventually
 from helpers.sampling import sampled
 
 import reloadpg
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 
 RANKS = 4
 GRID = [  # pp 2 x tp 2 of a job of four ranks, with the groups that Megatron creates
@@ -47,7 +47,7 @@ def test_no_topology_deadlocks(rank: int, topology: str) -> None:
     draw = Random(rank)
     for at in ("create", "connect", "release"):
         pause = lambda _: time.sleep(draw.random() / 50)  # noqa: E731
-        simulated.inject(simulated.Fault(at, "call", times=None, call=pause))  # type: ignore[arg-type]
+        faults.inject(faults.Fault(at, "call", times=None, call=pause))  # type: ignore[arg-type]
     for parallelism in range(1, 9):
         reloadpg.uninstall()
         reloadpg.install(timeout=FAR, parallelism=parallelism)
@@ -85,8 +85,8 @@ def test_parallelism_is_the_number_of_groups_at_a_time(parallelism: int) -> None
         return begin
 
     for at, group in steps.items():  # without the default group, which is processed alone
-        fault = simulated.Fault(at, "call", group=group, times=None, call=step(at))  # type: ignore[arg-type]
-        simulated.inject(fault)
+        fault = faults.Fault(at, "call", group=group, times=None, call=step(at))  # type: ignore[arg-type]
+        faults.inject(fault)
     reloadpg.offload()
     reloadpg.reload(connect="eager")
     assert most == dict.fromkeys(steps, parallelism)
@@ -115,8 +115,8 @@ def test_if_groups_share_an_options_object_all_are_created_one_after_the_other()
 
     reloadpg.offload()
     for moment, call in (("before", begin), ("after", end)):
-        simulated.inject(
-            simulated.Fault("create", "call", times=None, moment=moment, call=call)  # type: ignore[arg-type]
+        faults.inject(
+            faults.Fault("create", "call", times=None, moment=moment, call=call)  # type: ignore[arg-type]
         )
     reloadpg.reload()
     assert (max(most), order) == (1, [str(number) for number in range(9)])
@@ -128,7 +128,7 @@ def test_each_abandoned_creation_is_named_once(rank: int) -> None:
     """The creation that failed last may not have ended yet."""
     job = Job("sim", subgroups=[(0, 1)] * 4, parallelism=8)
     reloadpg.offload()
-    held = [simulated.inject(simulated.Fault("create", "stall", group=f"{k}@*")) for k in (1, 2, 3)]
+    held = [faults.inject(faults.Fault("create", "stall", group=f"{k}@*")) for k in (1, 2, 3)]
     store = base_store().clone()
 
     def fail(_: Any) -> None:
@@ -137,11 +137,11 @@ def test_each_abandoned_creation_is_named_once(rank: int) -> None:
         store.wait(["test/0", "test/1"])  # a rank that knows of a failure starts no creation
         raise RuntimeError("after the others have begun")
 
-    simulated.inject(simulated.Fault("create", "call", group="4@*", call=fail))
+    faults.inject(faults.Fault("create", "call", group="4@*", call=fail))
     with pytest.raises(reloadpg.ReloadpgError):
         reloadpg.reload()
     unfinished = sorted(reloadpg.status().unfinished)
-    simulated.clear_faults()
+    faults.clear_faults()
     reloadpg.reload()
     job.assert_live()
     named = [text for text in unfinished if "<ReloadableProcessGroup '4'" not in text]
@@ -156,7 +156,7 @@ def test_a_thread_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPa
     """The reload has raised: a group that is created later is dropped."""
     job = Job("sim", subgroups=[(0, 1)] * 2, parallelism=2)
     reloadpg.offload()
-    first = simulated.inject(simulated.Fault("create", "stall", group="1@*"))
+    first = faults.inject(faults.Fault("create", "stall", group="1@*"))
     start, begun = threading.Thread.start, list[str]()
 
     def limited(thread: threading.Thread) -> None:
@@ -169,7 +169,7 @@ def test_a_thread_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(reloadpg.ReloadpgError, match="start a thread"):
         reloadpg.reload()
-    simulated.clear_faults()
+    faults.clear_faults()
     assert eventually(lambda: reloadpg.status().unfinished == ())
     assert {group.state for group in reloadpg.status().groups} == {"failed"}
     reloadpg.reload()
@@ -185,7 +185,7 @@ def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> Non
     job = Job("sim", subgroups=[(0, 1)] * 2, parallelism=2)
     store = base_store().clone()
     reloadpg.offload()
-    fails = simulated.inject(simulated.Fault("create", group="2@*", rank=1))
+    fails = faults.inject(faults.Fault("create", group="2@*", rank=1))
 
     def work(_: Any) -> None:
         if rank == 1:
@@ -194,13 +194,13 @@ def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> Non
         store.wait(["dropped"], PATIENCE)
         raise RuntimeError("connection closed by peer")
 
-    simulated.inject(simulated.Fault("create", "call", group="1@*", call=work))
+    faults.inject(faults.Fault("create", "call", group="1@*", call=work))
     if rank == 1:
         own = base_store().clone()  # the other client may be blocked by the wait for this key
-        dropped = simulated.Fault(
+        dropped = faults.Fault(
             "release", "call", group="1@*", call=lambda _: own.set("dropped", "1")
         )
-        simulated.inject(dropped)
+        faults.inject(dropped)
     error = reloadpg.errors.RebuildError if rank == 1 else reloadpg.PeerFailedError
     with pytest.raises(error, match="" if rank == 1 else "rank 1 failed.*injected fault"):
         reloadpg.reload()
@@ -226,7 +226,7 @@ def test_by_default_groups_of_an_unknown_backend_take_turns(rank: int) -> None:
         inside.discard(threading.get_ident())
 
     for event in ("release", "create"):
-        simulated.inject(simulated.Fault(event, "call", call=work, times=None))
+        faults.inject(faults.Fault(event, "call", call=work, times=None))
     reloadpg.offload()
     reloadpg.reload()
     assert together == [1] * 6

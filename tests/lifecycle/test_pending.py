@@ -21,7 +21,7 @@ from helpers.worlds import summed
 
 import reloadpg
 from reloadpg.groups.offloaded import UnderWay
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 from reloadpg.threads import Task
 
 HANG_S = 120.0
@@ -34,7 +34,7 @@ def _start(**options: Any) -> Job:
 def _stalled(at: str, group: Any) -> Any:
     """Make a step of one group wait until the fault is cleared."""
     name = f"{group.group_name}@*" if at == "create" else group.group_desc
-    return simulated.inject(simulated.Fault(at, "stall", group=name, seconds=HANG_S))  # type: ignore[arg-type]
+    return faults.inject(faults.Fault(at, "stall", group=name, seconds=HANG_S))  # type: ignore[arg-type]
 
 
 @pytest.mark.matrix
@@ -90,7 +90,7 @@ def test_result_raises_the_error_of_the_operation(rank, operation: str) -> None:
         reloadpg.offload()
     at, name = ("release", "g1") if operation == "offload" else ("create", "2@*")
     own = reloadpg.errors.ReleaseError if operation == "offload" else reloadpg.errors.RebuildError
-    with simulated.inject(simulated.Fault(at, group=name, rank=1)):  # type: ignore[arg-type]
+    with faults.inject(faults.Fault(at, group=name, rank=1)):  # type: ignore[arg-type]
         pending = getattr(reloadpg, operation)(wait=False)
         error = own if rank == 1 else reloadpg.PeerFailedError
         assert type(pending.exception(HANG_S)) is error
@@ -189,7 +189,7 @@ def test_the_error_of_an_operation_without_a_handle_is_logged(rank) -> None:
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("reloadpg").addHandler(handler)
-    with simulated.inject(simulated.Fault("release", group="g1")):
+    with faults.inject(faults.Fault("release", group="g1")):
         reloadpg.offload(wait=False)
         join_operations()
     (line,) = (line for line in lines if "wait=False" in line)

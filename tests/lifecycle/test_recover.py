@@ -32,8 +32,8 @@ from helpers.sampling import sampled
 from torch.torch_version import TorchVersion
 
 import reloadpg
-from reloadpg.testing import simulated
-from reloadpg.testing.simulated import Fault
+from reloadpg.testing import faults, simulated
+from reloadpg.testing.faults import Fault
 
 FAULTY = 1
 
@@ -143,7 +143,7 @@ def stopped(job: Job) -> None:
 
 def collective_raises(job: Job) -> None:
     """A collective raises on one rank, while the others wait in it."""
-    with simulated.inject(Fault("collective", rank=FAULTY, operation="allreduce")):
+    with faults.inject(Fault("collective", rank=FAULTY, operation="allreduce")):
         error = attempt(lambda: all_reduce(job.ring)).text
     assert job.rank != FAULTY or "injected fault" in error
 
@@ -156,14 +156,14 @@ def collective_stalls(job: Job) -> None:
 
     fault = Fault("collective", "call", rank=FAULTY, operation="allreduce", call=stall)
     dist.distributed_c10d._set_pg_timeout(PATIENCE if job.rank == FAULTY else IMPATIENCE, job.ring)
-    with simulated.inject(fault):
+    with faults.inject(fault):
         assert attempt(lambda: all_reduce(job.ring)).text
     dist.distributed_c10d._set_pg_timeout(PATIENCE, job.ring)
 
 
 def abort_raises(job: Job) -> None:
     """Aborts fail on one rank: its communicators are dropped."""
-    simulated.inject(Fault("release", rank=FAULTY, operation="abort", times=None))
+    faults.inject(Fault("release", rank=FAULTY, operation="abort", times=None))
     collective_raises(job)
 
 
@@ -197,7 +197,7 @@ def test_the_job_continues_after_each_of_several_faults(rank: int, faults: str) 
         job.agree(reason, report.faults)
         if faults == "sim":
             job.assert_memory()  # the canary has connected each group
-        simulated.clear_faults()
+        faults.clear_faults()
         job.assert_live(number + 1)
         keys.append(base_store().num_keys())
         job.meet(reason)
@@ -217,7 +217,7 @@ def test_an_abort_that_stalls_is_named_and_releases_its_memory_at_its_end(
     """The job continues, and the memory stays in use until then; the report has a warning."""
     job = Job("sim", parallelism=parallelism)
     first = job.ring.group_name
-    stall = simulated.inject(Fault("release", "stall", rank=FAULTY, operation="abort", group=first))
+    stall = faults.inject(Fault("release", "stall", rank=FAULTY, operation="abort", group=first))
     # The peers of a rank that does not abort have to wait for the timeout of the collective.
     dist.distributed_c10d._set_pg_timeout(IMPATIENCE, job.ring)
     collective_raises(job)

@@ -17,7 +17,7 @@ from helpers import worlds
 from torch.distributed import distributed_c10d
 
 import reloadpg
-from reloadpg.testing import simulated
+from reloadpg.testing import faults, simulated
 from reloadpg.testing.faults import Fault, FaultMoment, InjectedFaultError
 
 MIB = 1 << 20
@@ -107,7 +107,7 @@ def test_the_memory_of_a_group_that_is_dropped_is_freed() -> None:
         use(group)
         assert held() == HELD
         if release_fails:
-            with simulated.inject(Fault("release")), pytest.raises(InjectedFaultError):
+            with faults.inject(Fault("release")), pytest.raises(InjectedFaultError):
                 group.shutdown()
         drop(group)
         del group
@@ -169,7 +169,7 @@ def test_a_step_with_a_fault_is_undone_or_complete(moment: Any) -> None:
     before = ("created", 0)
     steps = {"connect": lambda: use(group), "release": group.shutdown}
     for at, *after in LIFE:
-        with simulated.inject(Fault(at, moment=moment, message="on purpose")):
+        with faults.inject(Fault(at, moment=moment, message="on purpose")):
             with pytest.raises(InjectedFaultError, match="on purpose"):
                 steps[at]()
             assert (info.state, held()) == (before if moment == "before" else tuple(after)), at
@@ -183,7 +183,7 @@ def test_a_creation_that_fails_leaves_no_group(rank: int) -> None:
     """Neither before nor after the step. Here it fails at its second event, or on rank 1."""
     start()
     for fault in (Fault("create", nth=2), Fault("create", nth=2, moment="after")):
-        with simulated.inject(fault):
+        with faults.inject(fault):
             alone()
             live, known = simulated.stats().live, len(distributed_c10d._world.pg_map)
             with pytest.raises(InjectedFaultError):
@@ -192,7 +192,7 @@ def test_a_creation_that_fails_leaves_no_group(rank: int) -> None:
             assert len(distributed_c10d._world.pg_map) == known
             alone()
     with (
-        simulated.inject(Fault("create", rank=1)) as on_rank_1,
+        faults.inject(Fault("create", rank=1)) as on_rank_1,
         pytest.raises(InjectedFaultError) if rank == 1 else nullcontext(),
     ):
         alone()
@@ -215,12 +215,12 @@ def test_a_fault_selects_operations_and_groups(rank: int) -> None:
     def broadcast(group: Any) -> None:
         dist.broadcast(torch.ones(1), rank, group)
 
-    with simulated.inject(Fault("collective", operation="broadcast", nth=2, times=2)):
+    with faults.inject(Fault("collective", operation="broadcast", nth=2, times=2)):
         assert [failed(broadcast, first) for _ in range(5)] == [False, True, True, False, False]
         assert not failed(use, first)
-    with simulated.inject(Fault("collective", group="oth*", times=None)):
+    with faults.inject(Fault("collective", group="oth*", times=None)):
         assert [failed(use, g) for g in (first, other) * 2] == [False, True] * 2
-    with simulated.inject(Fault("collective", group=first.group_name)):
+    with faults.inject(Fault("collective", group=first.group_name)):
         assert [failed(use, g) for g in (other, first)] == [False, True]
 
 
@@ -231,18 +231,18 @@ def test_a_stall_blocks_until_it_is_cleared_or_its_time_is_over() -> None:
     group = alone()
     with ThreadPoolExecutor(1) as pool:
         for by_handle in (True, False):
-            fault = simulated.inject(Fault("collective", "stall"))
+            fault = faults.inject(Fault("collective", "stall"))
             using = pool.submit(use, group)
             assert fault.wait_fired(200)
             assert not using.done()
-            fault.clear() if by_handle else simulated.clear_faults()
+            fault.clear() if by_handle else faults.clear_faults()
             assert using.result(200) == use(group) == 1
         begun = time.monotonic()
-        with simulated.inject(Fault("create", "stall", seconds=0.3)):
+        with faults.inject(Fault("create", "stall", seconds=0.3)):
             fresh = alone("fresh")
         assert 0.3 <= time.monotonic() - begun < 200
         before = held()
-        fault = simulated.inject(Fault("connect", "stall", group="fresh"))
+        fault = faults.inject(Fault("connect", "stall", group="fresh"))
         using = pool.submit(use, fresh)
         assert fault.wait_fired(200)
         fresh.abort()
@@ -260,14 +260,14 @@ def test_a_fault_can_be_at_a_barrier(rank: int) -> None:
     seen: dict[str, list[str]] = {moment: [] for moment in get_args(FaultMoment)}
     for moment in get_args(FaultMoment):
         note = seen[moment].append
-        simulated.inject(Fault("barrier", "call", moment=moment, times=None, call=note))
+        faults.inject(Fault("barrier", "call", moment=moment, times=None, call=note))
     with reloadpg.offloaded():
         pass
     barriers = ["offload.enter", "offload.released", "reload.enter", "reload.done"]
     assert seen["before"] == seen["after"] == barriers
     waited = seen["waiting"]  # where this rank was not the last one
     assert waited == [name for name in barriers if name in waited]
-    fault = simulated.inject(Fault("barrier", rank=1, operation="offload.released"))
+    fault = faults.inject(Fault("barrier", rank=1, operation="offload.released"))
     with pytest.raises((InjectedFaultError, reloadpg.PeerFailedError)) as caught:
         reloadpg.offload()
     assert (fault.fired, isinstance(caught.value, InjectedFaultError)) == (rank, rank == 1)
