@@ -73,7 +73,7 @@ WAYS = {
 STATES = {
     "live": "",
     "offloaded": "call('offload')",
-    "in the background": "call('offload'); pending = call('reload', wait=False)",
+    "in the background": "call('offload'); pending = call('reload', wait=False); meet('begun')",
 }
 
 BLOCKS = {way for way, body in WAYS.items() if "rollouts" in body or "Owner" in body} | {
