@@ -177,16 +177,16 @@ FAULTS: dict[str, tuple[Callable[[Job], None], ...]] = {
 # Torch 2.8 does not change the timeout of a gloo group that exists, so a skipped collective lasts.
 @(pytest.mark.matrix if TorchVersion(torch.__version__) >= "2.13" else pytest.mark.slow)
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("faults", sampled(FAULTS, "core"))
-def test_the_job_continues_after_each_of_several_faults(rank: int, faults: str) -> None:
+@pytest.mark.parametrize("chain", sampled(FAULTS, "core"))
+def test_the_job_continues_after_each_of_several_faults(rank: int, chain: str) -> None:
     """All groups are live after each recovery.
 
     The report names the rank and its reason and is the same on all ranks. Neither keys of the store
     nor memory of a simulated accelerator accumulate.
     """
-    job = Job("sim" if faults == "sim" else "gloo")
+    job = Job("sim" if chain == "sim" else "gloo")
     keys = []
-    for number, fault in enumerate(FAULTS[faults]):
+    for number, fault in enumerate(FAULTS[chain]):
         fault(job)
         reason = f"test of {fault.__name__}"
         report = reloadpg.recovery.recover(reason if rank == FAULTY else None)
@@ -195,7 +195,7 @@ def test_the_job_continues_after_each_of_several_faults(rank: int, faults: str) 
         if fault is collective_skipped:
             assert [one.rank for one in report.faults if one.late] == [FAULTY]
         job.agree(reason, report.faults)
-        if faults == "sim":
+        if chain == "sim":
             job.assert_memory()  # the canary has connected each group
         faults.clear_faults()
         job.assert_live(number + 1)
