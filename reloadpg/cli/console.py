@@ -1,4 +1,4 @@
-"""What the commands share: types of options, findings, output.
+"""Shared code of the commands: types of options, findings, output.
 
 Output is plain text, the same on a terminal and in a pipe. Results go to stdout and errors to
 stderr, so that a pipe gets the result alone.

@@ -1,4 +1,4 @@
-"""Which groups of this process are reloadable, and why others are not.
+"""Registry of the reloadable groups of this process, and why others are not reloadable.
 
 It has no list of managed groups: a managed group is a proxy in c10d's tables. So a destroyed group
 is no longer managed, and a proxy without other references is not kept alive.

@@ -1,4 +1,4 @@
-"""What is installed in this process: the options, the patches, and the variables that were set."""
+"""The installation in this process: its options, its patches, and the variables that were set."""
 
 from __future__ import annotations
 

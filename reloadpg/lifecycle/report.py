@@ -1,4 +1,4 @@
-"""What one operation records for its report: times, groups, warnings."""
+"""Record of one operation for its report: times, groups, warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one operation works on: sets, groups, the generation, and this rank's plan. Frozen."""
+"""Scope of one operation: sets, groups, the generation, and this rank's plan. Frozen."""
 
 from __future__ import annotations
 

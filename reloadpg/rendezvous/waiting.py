@@ -1,4 +1,4 @@
-"""How a rank waits in an operation: for the others at a barrier, and for its own work.
+"""Waits of a rank in an operation: for the others at a barrier, and for its own work.
 
 The timeout limits waiting, not work. A rank that has released or rebuilt a group increments a
 counter on the store. Every rank restarts its timeout when it sees a change.
