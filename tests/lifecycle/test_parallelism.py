@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import worlds
-from helpers.fault_job import FAR, PATIENCE, Job, base_store, eventually
+from helpers.fault_job import FAR, PATIENCE, Job, base_store, eventually, meet
 from helpers.sampling import sampled
 
 import reloadpg
@@ -157,12 +157,13 @@ def test_a_thread_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPa
     job = Job("sim", subgroups=[(0, 1)] * 2, parallelism=2)
     reloadpg.offload()
     first = faults.inject(faults.Fault("create", "stall", group="1@*"))
-    start, begun = threading.Thread.start, list[str]()
+    start, begun, store = threading.Thread.start, list[str](), base_store().clone()
 
     def limited(thread: threading.Thread) -> None:
         begun.append(thread.name)
         if begun.count("reloadpg-reload") == 4:  # the operation, WORLD, and two groups
             assert first.wait_fired(60)
+            meet("both start it", 2, store=store)  # a rank that knows of a failure starts no thread
             raise RuntimeError("can't start new thread")
         start(thread)
 
