@@ -101,6 +101,7 @@ if rank == 1:
 else:
     on_barrier(lambda moment, operation, phase, rank: (
         between.wait(["polls"]) if moment == "before" and phase == "released" else None))
+print("begins", file=sys.stderr, flush=True)
 reloadpg.offload()
 print("complete", flush=True)
 if rank == 0 and way == "destroy":
@@ -111,16 +112,13 @@ if rank == 0 and way == "destroy":
 
 @pytest.mark.parametrize("way", ["destroy", "exit"])
 def test_the_host_of_the_store_stays_until_a_rank_that_polls_has_read_the_end(
-    tmp_path: Path, way: str
+    tmp_path: Path, free_port: int, way: str
 ) -> None:
     """The operation is complete. A rank polls after a long wait, and is stopped in a pause."""
     between = dist.FileStore(str(tmp_path / "between"), 2)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
-    del server
     ranks = []
     for rank in range(2):
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(free_port)}
         env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "RELOADPG_LOG_WAIT_S": "1"}
         command = [sys.executable, "-c", ENDS_FIRST, str(tmp_path / "between"), way]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -129,7 +127,10 @@ def test_the_host_of_the_store_stays_until_a_rank_that_polls_has_read_the_end(
         )
     try:
         between.wait(["waits"], timedelta(seconds=150))
-        time.sleep(4)  # the long wait ends after 1 s: from then on it polls
+        assert ranks[1].stderr is not None
+        assert "begins\n" in ranks[1].stderr
+        # The long wait has ended: it polls.
+        assert any("phase released: waiting for" in line for line in ranks[1].stderr)
         os.kill(ranks[1].pid, signal.SIGSTOP)
         between.set("polls", "1")
         assert ranks[0].stdout is not None
