@@ -11,19 +11,16 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from helpers import worlds
-from torch.distributed import all_reduce as early_all_reduce  # bound before install, as Megatron
 from torch.utils._pytree import tree_flatten
 
 import reloadpg
-from reloadpg.testing import RanksFailedError, run_ranks
+from reloadpg.testing import run_ranks
 
 TIMEOUT = 280.0
 """Time limit of one launch, in seconds. Most take 10 s, compiled ones 60 s, on two cores."""
@@ -56,7 +53,7 @@ class Run:
         """Offload, call ``inside()``, and reload with these options.
 
         In a plain run, only call ``inside()``. While groups are offloaded, their communicators are
-        gone, and every collective raises. After the n-th reload each group is live in generation n,
+        gone, and a collective raises. After the n-th reload each group is live in generation n,
         and c10d's tables hold the same objects and no inner group.
         """
         if not self.reloadable:
@@ -69,7 +66,8 @@ class Run:
         assert [name for name, ref in inner.items() if ref() is not None] == []
         for group in groups:
             assert str(group.state) == "offloaded"
-            assert_refused(group)
+            with pytest.raises(reloadpg.GroupOffloadedError):
+                dist.all_reduce(torch.ones(1), group=group)
         result = inside() if inside is not None else None
         rebuilt = reloadpg.reload(**options)
         assert len(rebuilt.groups) >= len(groups)
@@ -98,27 +96,6 @@ def resolve(name: str) -> Any:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def assert_refused(group: dist.ProcessGroup) -> None:
-    """Check that each kind of collective raises on a group, and leaves the tensor unchanged."""
-    tensor = torch.full((4,), 7.0)
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
-        "early alias": lambda: early_all_reduce(tensor, group=group),
-        "async": lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(),
-        "barrier": lambda: dist.barrier(group=group),
-        "object": lambda: dist.all_gather_object([None] * group.size(), 1, group=group),
-        "method": lambda: group.allreduce([tensor]).wait(),
-        "functional": lambda: funcol.all_reduce(tensor, "sum", group).sum().item(),
-        "by name": lambda: torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name),
-    }
-    if worlds.NCCL and torch.device("cpu") in group._device_types:
-        del calls["barrier"], calls["object"]  # a mixed group runs them on gloo, which stays live
-    for call in calls.values():
-        with pytest.raises(reloadpg.GroupOffloadedError):
-            call()
-    assert tensor.tolist() == [7.0] * 4
-
-
 def run_program(
     rank: int, world_size: int, program: Callable[[Run], Any], reloadable: bool
 ) -> Outcome:
@@ -130,7 +107,7 @@ def run_program(
     worlds.init()
     run = Run(rank, world_size, reloadable)
     results = program(run)
-    run.facts["reloadpg installed"] = reloadpg.is_installed()
+    assert reloadpg.is_installed() == reloadable
     dist.destroy_process_group()
     return Outcome(plain_values(results), run.facts, run.cycles)
 
@@ -148,70 +125,42 @@ def plain_values(value: Any) -> Any:
     return value
 
 
-@cache
-def launched(
-    program: Callable[[Run], Any], world_size: int, reloadable: bool
-) -> list[Outcome] | RanksFailedError:
-    """Launch the ranks, once per test session; return their outcomes or the error."""
-    try:
-        return run_ranks(
+def same_results(
+    program: Callable[[Run], Any], world_size: int, *, groups: int = 1, cycles: int = 3
+) -> list[Outcome]:
+    """Check that a program has the results that it has with torch alone, to the last bit.
+
+    All groups take part in each cycle, which :meth:`Run.cycle` checks, and none survives an offload
+    (failure 32).
+
+    Args:
+        program: see the module.
+        world_size: number of ranks.
+        groups: minimum number of reloadable groups per rank at the first cycle.
+        cycles: number of cycles.
+
+    Returns:
+        The outcomes with cycles, in rank order.
+    """
+    plain, reloaded = (
+        run_ranks(
             run_program,
             world_size,
             args=(program, reloadable),
             timeout=TIMEOUT,
             preload=getattr(sys.modules[program.__module__], "PRELOAD", ()),
         )
-    except RanksFailedError as error:
-        return error
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """A program and its number of ranks."""
-
-    program: Callable[[Run], Any]
-    world_size: int
-    groups: int = 1
-    """Minimum number of reloadable groups per rank at the first cycle."""
-    cycles: int = 3
-
-    def outcomes(self, *, reloadable: bool) -> list[Outcome]:
-        """The outcomes of a launch, in rank order."""
-        result = launched(self.program, self.world_size, reloadable)
-        if isinstance(result, RanksFailedError):
-            raise result.with_traceback(None)
-        return result
-
-    def with_cycles(self) -> list[Outcome]:
-        return self.outcomes(reloadable=True)
-
-
-class ConsumerTests:
-    """Tests of the ``consumer`` that a subclass names; all of them share two launches."""
-
-    consumer: ClassVar[Consumer]
-
-    def test_results_equal_the_run_without(self) -> None:
-        """Losses, parameters and outputs are bit-identical to those of torch alone."""
-        plain, reloaded = self.consumer.outcomes(reloadable=False), self.consumer.with_cycles()
-        assert not any(outcome.facts["reloadpg installed"] for outcome in plain)
-        assert all(outcome.facts["reloadpg installed"] for outcome in reloaded)
-        for rank, (one, other) in enumerate(zip(plain, reloaded, strict=True)):
-            leaves, kind = tree_flatten(one.results)
-            others, other_kind = tree_flatten(other.results)
-            assert kind == other_kind, f"rank {rank}"
-            for left, right in zip(leaves, others, strict=True):
-                if isinstance(left, torch.Tensor):
-                    torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
-                else:
-                    assert left == right, f"rank {rank}"
-
-    def test_each_cycle_releases_and_rebuilds_every_group(self) -> None:
-        """All groups take part in each cycle, which :meth:`Run.cycle` checks.
-
-        No inner group survives an offload (failure 32), and every collective raises on any path,
-        without a fallback to WORLD (failure 4).
-        """
-        for outcome in self.consumer.with_cycles():
-            assert len(outcome.cycles) == self.consumer.cycles
-            assert outcome.cycles[0] >= self.consumer.groups
+        for reloadable in (False, True)
+    )
+    for rank, (one, other) in enumerate(zip(plain, reloaded, strict=True)):
+        leaves, kind = tree_flatten(one.results)
+        others, other_kind = tree_flatten(other.results)
+        assert kind == other_kind, f"rank {rank}"
+        for left, right in zip(leaves, others, strict=True):
+            if isinstance(left, torch.Tensor):
+                torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+            else:
+                assert left == right, f"rank {rank}"
+        assert len(other.cycles) == cycles
+        assert other.cycles[0] >= groups
+    return reloaded

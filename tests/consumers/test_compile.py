@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from consumer_run import Consumer, ConsumerTests, Run
+from consumer_run import Run, same_results
 from helpers import worlds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -89,23 +90,19 @@ def inductor_program(run: Run) -> dict[str, Any]:
     return compiled_with(run, "inductor")
 
 
-class CompiledTests(ConsumerTests):
-    graphs = 4
-
-    def test_nothing_is_compiled_again(self) -> None:
-        """The graphs that were compiled before the first offload serve all cycles."""
-        for outcome in self.consumer.with_cycles():
-            before, *after = outcome.facts["compiled"]
-            assert before["graphs"]["unique_graphs"] == self.graphs
-            assert before["breaks"] == {}
-            assert after == [before] * 3
+def assert_compiled_once(program: Callable[[Run], Any], graphs: int) -> None:
+    """The graphs that were compiled before the first offload serve all cycles."""
+    for outcome in same_results(program, 2, groups=2):
+        before, *after = outcome.facts["compiled"]
+        assert before["graphs"]["unique_graphs"] == graphs
+        assert before["breaks"] == {}
+        assert after == [before] * 3
 
 
 @pytest.mark.slow
-class TestCompiledAotEager(CompiledTests):
+def test_aot_eager() -> None:
     """Functions of groups, of gradients, of ``torch.distributed`` and of DTensors."""
-
-    consumer = Consumer(aot_eager_program, 2, groups=2)
+    assert_compiled_once(aot_eager_program, 4)
 
 
 needs_compiler = pytest.mark.skipif(
@@ -120,12 +117,10 @@ needs_compiler = pytest.mark.skipif(
     worlds.NCCL and importlib.util.find_spec("triton") is None,
     reason="inductor compiles for the device with triton, which is not installed",
 )
-class TestCompiledInductor(CompiledTests):
+def test_inductor() -> None:
     """Inductor lowers collectives to in-place operations on names, in compiled code. Its C++
     compiler takes seconds a graph, so it gets two of the functions."""
-
-    graphs = 2
-    consumer = Consumer(inductor_program, 2, groups=2)
+    assert_compiled_once(inductor_program, 2)
 
 
 def _compiled_while_offloaded(rank: int, world_size: int, cache: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from consumer_run import Consumer, ConsumerTests, Run, tables
+from consumer_run import Run, same_results, tables
 from helpers import worlds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -139,22 +139,19 @@ def megatron_program(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-class TestMegatron(ConsumerTests):
-    consumer = Consumer(megatron_program, 4, cycles=3 * len(LAYOUTS), groups=8)
+def test_megatron() -> None:
+    """Getters return the same objects before and after each cycle.
 
-    def test_getters_return_the_same_objects(self) -> None:
-        """Before and after each cycle, by every getter of megatron-core."""
-        for outcome in self.consumer.with_cycles():
-            assert outcome.facts["same objects"] == [True] * (3 * len(LAYOUTS))
-
-    def test_all_kinds_of_groups_took_part(self) -> None:
-        """Tensor, pipeline, data, context, expert and embedding groups; gloo ones on request."""
-        for outcome in self.consumer.with_cycles():
-            seen = outcome.facts["groups"]
-            for name in seen:
-                for kind in ("tensor_model", "pipeline_model", "data", "context", "expert_model"):
-                    assert f"get_{kind}_parallel_group" in seen[name]
-                gloo = "get_data_parallel_group_gloo" in seen[name]
-                assert gloo is LAYOUTS[name].get("create_gloo_process_groups", True)
-            assert "get_embedding_group" in seen["tp2 pp2"]
-            assert "get_data_parallel_group(with_context_parallel)" in seen["cp4"]
+    All kinds of groups take part: tensor, pipeline, data, context, expert and embedding groups;
+    gloo ones on request.
+    """
+    for outcome in same_results(megatron_program, 4, groups=8, cycles=3 * len(LAYOUTS)):
+        assert outcome.facts["same objects"] == [True] * (3 * len(LAYOUTS))
+        seen = outcome.facts["groups"]
+        for name in seen:
+            for kind in ("tensor_model", "pipeline_model", "data", "context", "expert_model"):
+                assert f"get_{kind}_parallel_group" in seen[name]
+            gloo = "get_data_parallel_group_gloo" in seen[name]
+            assert gloo is LAYOUTS[name].get("create_gloo_process_groups", True)
+        assert "get_embedding_group" in seen["tp2 pp2"]
+        assert "get_data_parallel_group(with_context_parallel)" in seen["cp4"]
