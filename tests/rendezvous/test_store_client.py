@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -186,49 +184,3 @@ def test_an_idle_connection_that_does_not_respond_is_replaced(
     finally:
         ended.set()
     assert len(added) == 1 + repeats
-
-
-ENDS_WITH_A_REQUEST = """
-import atexit, sys, threading
-left = lambda: [one.name for one in threading.enumerate() if one.name == "reloadpg-store"]
-atexit.register(lambda: print("left", left(), flush=True))  # after those of reloadpg
-import torch.distributed as dist
-from reloadpg import threads
-from reloadpg.errors import RendezvousTimeoutError
-from reloadpg.rendezvous.store_client import StoreClient
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
-client = StoreClient(lambda: store)
-client.ask(lambda own: own.set("key", "value"), threads.Deadline("connect", 60.0))
-print("connected", flush=True)
-sys.stdin.readline()
-threads._EXIT_S = 0.1
-try:
-    client.ask(lambda own: own.get("key"), threads.Deadline("test", 0.1))
-except RendezvousTimeoutError:
-    print("silent", left(), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_request_without_a_response_has_ended_when_the_process_ends() -> None:
-    """Its C++ call would return while the interpreter is finalized: SIGABRT before Python 3.14."""
-    server = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True)\n"
-    server += "print(s.port, flush=True); sys.stdin.read()"
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", server], **pipes) as host:
-        try:
-            port = host.stdout.readline().decode().strip()
-            command = [sys.executable, "-c", ENDS_WITH_A_REQUEST, port]
-            pipes["stderr"] = subprocess.PIPE
-            with subprocess.Popen(command, **pipes, text=True) as client:
-                try:
-                    assert client.stdout.readline() == "connected\n"
-                    host.send_signal(signal.SIGSTOP)
-                    os.waitpid(host.pid, os.WUNTRACED)  # until all of its threads have stopped
-                    shown, errors = client.communicate("stopped\n", timeout=120)
-                finally:
-                    client.kill()
-        finally:
-            host.kill()
-    assert shown == "silent ['reloadpg-store']\nleft []\n", errors
-    assert client.returncode == 0

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from helpers import jobs, worlds
 from helpers.fault_job import FAR, attempt
+from helpers.watched_store import WatchedStore
 
 import reloadpg
 from reloadpg.c10d import stores
@@ -174,92 +175,103 @@ def test_a_store_whose_process_is_stopped_on_this_host_is_said_to_be(rank: int) 
     assert worlds.sums_right(None)
 
 
-EXITS = """
-import os, sys
+SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+CLIENT = """
+import atexit, sys, threading
+left = lambda: [one.name for one in threading.enumerate() if one.name == "reloadpg-store"]
+atexit.register(lambda: print("left", left(), flush=True))  # after those of reloadpg
 import torch.distributed as dist
+from reloadpg import threads
 from reloadpg.rendezvous.store_client import StoreClient
-from reloadpg.threads import Deadline
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 client = StoreClient(lambda: store)
-client.ask(lambda own: own.add("n", 1), Deadline("first", 60))
+client.ask(lambda own: own.add("n", 1), threads.Deadline("first", 60))
 print("connected", flush=True)
 sys.stdin.readline()
+"""
+CONNECTS = """
 for number in range(2):
     try:
-        client.ask(lambda own: own.add("n", 1), Deadline("next", 1.0))
+        client.ask(lambda own: own.add("n", 1), threads.Deadline("next", 1.0))
     except RuntimeError as error:
         print(str(error).split(". ")[0], flush=True)
 """
+REQUESTS = """
+threads._EXIT_S = 0.1
+try:
+    client.ask(lambda own: own.get("n"), threads.Deadline("test", 0.1))
+except RuntimeError as error:
+    print(type(error).__name__, left(), flush=True)
+"""
+
+
+def lines_of(client: str, number: int) -> list[str]:
+    """What a client of a store prints that ends after the store's server has got a signal."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], **pipes) as server:
+        try:
+            command = [sys.executable, "-c", CLIENT + client, server.stdout.readline().strip()]  # type: ignore[union-attr]
+            with subprocess.Popen(command, **pipes, stderr=subprocess.PIPE) as process:
+                try:
+                    assert process.stdout.readline() == "connected\n"  # type: ignore[union-attr]
+                    server.send_signal(number)
+                    os.waitpid(server.pid, os.WUNTRACED)  # until all of its threads have stopped
+                    shown, errors = process.communicate("ended\n", timeout=120)
+                finally:
+                    process.kill()
+        finally:
+            server.kill()
+    assert process.returncode == 0, errors
+    return shown.splitlines()
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_can_exit_while_a_connection_is_being_made(end: int) -> None:
     """Torch's call would return while the interpreter is finalized, which is a SIGABRT."""
-    server = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True)\n"
-    server += "print(s.port, flush=True); sys.stdin.read()"
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", server], **pipes) as host:
-        try:
-            command = [sys.executable, "-c", EXITS, host.stdout.readline().strip()]  # type: ignore[union-attr]
-            with subprocess.Popen(command, **pipes, stderr=subprocess.PIPE) as client:
-                try:
-                    assert client.stdout.readline() == "connected\n"  # type: ignore[union-attr]
-                    host.send_signal(end)
-                    os.waitpid(host.pid, os.WUNTRACED)
-                    shown, errors = client.communicate("ended\n", timeout=120)
-                finally:
-                    client.kill()
-        finally:
-            host.kill()
-    assert client.returncode == 0, errors
-    assert len(shown.splitlines()) == 2, shown
+    *shown, _ = lines_of(CONNECTS, end)
+    assert len(shown) == 2
     if end == signal.SIGKILL:
-        assert "no server listens" in shown
+        assert "no server listens" in "".join(shown)
+
+
+@pytest.mark.slow
+def test_a_request_without_a_response_has_ended_when_the_process_ends() -> None:
+    """Its C++ call would return while the interpreter is finalized: SIGABRT before Python 3.14."""
+    shown = lines_of(REQUESTS, signal.SIGSTOP)
+    assert shown == ["RendezvousTimeoutError ['reloadpg-store']", "left []"]
 
 
 # -- stores that a program brings ------------------------------------------------------------------
 
 
-class OwnStore(dist.Store):
-    """A store in Python over a file. `lacks` are methods that its class does not define."""
+class OwnStore(WatchedStore):
+    """A store in Python that can neither be cloned nor delete keys."""
 
-    def __init__(self, path: str, size: int) -> None:
-        super().__init__()
-        self.inner: Any = dist.FileStore(path, size)
-        self.path, self.size = path, size
-        self.clones: list[OwnStore] = []
+    clone = dist.Store.clone  # type: ignore[assignment]
 
-    def set(self, key: str, value: Any) -> None:
-        self.inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self.inner.get(key)  # type: ignore[no-any-return]
-
-    def add(self, key: str, amount: int) -> int:
-        return self.inner.add(key, amount)  # type: ignore[no-any-return]
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self.inner.compare_set(key, expected, desired)  # type: ignore[no-any-return]
-
-    def check(self, keys: list[str]) -> bool:
-        return self.inner.check(keys)  # type: ignore[no-any-return]
-
-    def wait(self, keys: list[str], *timeout: Any) -> None:
-        self.inner.wait(keys, *timeout)
+    def deleteKey(self, key: str) -> bool:
+        raise NotImplementedError
 
 
 class Cloned(OwnStore):
     """It cannot delete keys."""
 
     def clone(self) -> Cloned:
-        self.clones.append(Cloned(self.path, self.size))
-        return self.clones[-1]  # type: ignore[return-value]
+        self._clones.append(Cloned(self._store.clone()))
+        return self._clones[-1]  # type: ignore[return-value]
 
 
 def on_own_store(rank: int, size: int, path: str, kind: type) -> list[str]:
     os.environ |= worlds.SILENCE
     reloadpg.install(backends={"gloo"}, timeout=FAR)
-    dist.init_process_group("gloo", store=kind(path, size), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store=kind(dist.FileStore(path, size)), rank=rank, world_size=size
+    )
     texts = []
     for call in (reloadpg.offload, reloadpg.reload) * 2:
         texts.append(attempt(call).text)
