@@ -5,14 +5,12 @@ Each case runs in a forked process, in which the name is removed or changed for 
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from helpers.forking import forked
 
 from reloadpg.c10d.needs import FUNCTIONS, NEEDS
 
@@ -45,32 +43,6 @@ def remove(need: Need) -> None:
     for base in owner.__mro__:
         if need[1] in vars(base):
             delattr(base, need[1])
-
-
-def change(need: Need, function: Callable[..., Any]) -> None:
-    """Replace a function, or a method of a class in C++."""
-    setattr(owner_of(need), need[1], function)
-
-
-def forked(case: Callable[[], str]) -> str:
-    """What a function returns in a forked process, or its error."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 1)  # gloo prints a notice on torch 2.8
-            os.dup2(null, 2)
-            text = case()
-        except BaseException:
-            text = traceback.format_exc()[-3000:]
-        os.write(writing, text.encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return text
 
 
 def is_here(need: Need) -> bool:
@@ -124,7 +96,7 @@ def test_a_function_with_other_parameters_is_refused() -> None:
     def changed(something: object, /, *, other: object = None) -> None: ...
 
     def case(need: Need) -> str:
-        change(need, changed)
+        setattr(owner_of(need), need[1], changed)
         return refusal()
 
     functions = [need for need in NEEDS if FUNCTIONS.get(need[1]) and need[1] not in CREATORS]

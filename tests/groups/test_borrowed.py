@@ -89,11 +89,6 @@ def test_nothing_is_recorded_on_request() -> None:
     assert reloadpg.status().borrowed == ()
 
 
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(InvalidOptionError, match="refuse, warn or ignore; nothing was"):
-        reloadpg.install(borrowed="never")
-
-
 @pytest.mark.ranks(2)
 def test_the_policy_is_equal_on_all_ranks(rank: int) -> None:
     start(borrowed="warn" if rank else "refuse")

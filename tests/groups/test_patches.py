@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import wrapt
 from helpers import early_bindings
 from helpers.early_bindings import CREATORS
+from helpers.forking import forked
 from helpers.jobs import one_cycle
 from helpers.worlds import summed
 from torch.distributed import device_mesh, distributed_c10d
@@ -116,6 +116,7 @@ def test_second_install():
         *(({"exclude": names}, "exclude") for names in (["TP", ""], [re.compile("TP")])),
         *(({"sets": rules}, "sets") for rules in ("vllm.*", {"engine": 3}, {"engine": [""]})),
         *(({"sets": rules}, "sets") for rules in ({3: "vllm"}, {"": "vllm"}, {None: None})),
+        ({"borrowed": "never"}, "refuse, warn or ignore"),
     ],
 )
 def test_invalid_options_install_nothing(options, said):
@@ -252,51 +253,20 @@ def test_uninstall_while_offloaded_is_refused(rank):
     assert summed(None, rank) == 3
 
 
-def _in_forked_child(body):
-    """Run a function in a forked child; return its result, or its error, as text."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        try:
-            text = repr(body())
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(write, text.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return text
-
-
 @pytest.mark.ranks(2)
-def test_a_forked_child_cannot_offload_the_parents_groups():
-    """It keeps the patches (failure 25); the parent is not affected."""
-    reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
-    dist.init_process_group("gloo")
-
-    def child():
-        assert reloadpg.is_installed()
-        assert reloadpg.status().groups == ()
-        reloadpg.offload()
-
-    text = _in_forked_child(child)
-    assert text.startswith("ReloadpgError: ")
-    assert "belong to the parent" in text
-    one_cycle()
-    assert dist.group.WORLD.generation == 1
-
-
-@pytest.mark.ranks(2)
-def test_a_forked_child_cannot_use_the_parents_groups(rank):
-    """A collective raises, and destroying them returns: their threads are the parent's."""
+def test_a_forked_child_has_none_of_the_parents_groups(rank):
+    """It keeps the patches, and can neither offload nor use them (failure 25). Destroying them
+    returns: their threads are the parent's, which is not affected.
+    """
     reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
     dist.init_process_group("gloo")
     group = dist.new_group([0, 1])
 
     def child():
+        assert reloadpg.is_installed()
+        assert reloadpg.status().groups == ()
+        with pytest.raises(reloadpg.ReloadpgError, match="belong to the parent"):
+            reloadpg.offload()
         for used in (None, group):
             with pytest.raises(reloadpg.GroupOffloadedError, match="forked"):
                 dist.all_reduce(torch.ones(1), group=used)
@@ -304,10 +274,11 @@ def test_a_forked_child_cannot_use_the_parents_groups(rank):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return summed(None, rank)
 
-    assert _in_forked_child(child) == str(rank + 1.0)
+    assert forked(child) == str(rank + 1.0)
     assert summed(group, rank) == 3
     one_cycle()
     assert summed(group, rank) == 3
+    assert dist.group.WORLD.generation == 1
 
 
 class _Ranks(list):
