@@ -54,11 +54,10 @@ ONE_WORLD = (
 collect_ignore = [f"{name}.py" for name in ONE_WORLD if WORLD != "unbound"]
 
 NOT_ON_NCCL = {
-    "groups/test_replay.py::test_creating_function_receives": "simulated",
-    "groups/test_replay.py::test_world_is_created_with_the": "simulated",
-    "groups/test_while_offloaded.py::test_no_operation_succeeds_while_offloaded[monitored_bar": (
+    "groups/test_op_table.py::test_no_operation_succeeds_while_offloaded[monitored_bar": (
         "torch has it for gloo alone"
     ),
+    "groups/test_replay.py::test_creating_functions_receive": "simulated",
     "lifecycle/test_bypassed.py": "gloo groups, which bypass by default",
     "lifecycle/test_faults.py": "faults of gloo; nccl/test_programs.py has NCCL's",
     "lifecycle/test_recover.py": "faults of gloo",
