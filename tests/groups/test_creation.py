@@ -27,7 +27,6 @@ from reloadpg.groups.creation import (
     thread,
     verbatim,
 )
-from reloadpg.testing import run_ranks
 
 
 def _record(*args, **kwargs):
@@ -175,40 +174,6 @@ def _calls(action):
     return found
 
 
-def _cost_of_creations(rank, world_size):
-    def job():
-        dist.init_process_group("fake", rank=9_999, world_size=10_000, store=FakeStore())
-
-    def counted():
-        dist.new_group([0, 1])
-        return [_calls(lambda ranks=ranks: dist.new_group(ranks)) for ranks in lists]
-
-    others = [list(range(2)), list(range(1_000))]
-    lists = [*others, [9_998, 9_999], list(range(9_000, 10_000))]
-    job()
-    facts = {"torch": counted()}
-    dist.destroy_process_group()
-    reloadpg.install(backends={"fake"})
-    job()
-    facts["ours"] = counted()
-    held = [dist.new_group([0, 9_999]) for _ in range(100)]
-    tags = dist.distributed_c10d._world.tags_to_pg
-    tags[""] = _CountingList(tags[""])
-    held += [dist.new_group([0, 9_999]) for _ in range(10)]
-    facts["read"] = tags[""].read
-    facts["proxies"] = sum(isinstance(g, reloadpg.ReloadableProcessGroup) for g in tags[""])
-    ranks = [0, 9_999]
-    group = dist.new_group(ranks)
-    ranks[0] = 5
-    facts["replays"] = group._managed.construction.call.args
-    by_hand, _ = dist.distributed_c10d._new_process_group_helper(
-        *(2, 1, [0, 9_999], "fake", FakeStore(), "by hand"), timeout=timedelta(seconds=60)
-    )
-    facts["by hand"] = tables.entry_of(by_hand)[:2]
-    dist.destroy_process_group()
-    return facts
-
-
 class _AppendedTo(list):
     """A list to which another thread appends an item, after the first one was read."""
 
@@ -222,7 +187,9 @@ class _AppendedTo(list):
         return item
 
 
-def _created_while_another_thread_creates(rank, world_size):
+@pytest.mark.ranks(1)
+def test_a_group_that_another_thread_creates_stays_in_torchs_list():
+    """While the proxy takes the place of its group there."""
     reloadpg.install(backends={"fake"})
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     tags = dist.distributed_c10d._world.tags_to_pg
@@ -230,18 +197,12 @@ def _created_while_another_thread_creates(rank, world_size):
     tags[""] = _AppendedTo(before)
     tags[""].other = other = "the group of another thread"
     group = dist.new_group([0, 1])
-    seen = list(tags[""])
-    tags[""] = before
-    dist.destroy_process_group()
-    return seen == [*before, group, other]
-
-
-def test_a_group_that_another_thread_creates_stays_in_torchs_list():
-    """While the proxy takes the place of its group there."""
-    assert run_ranks(_created_while_another_thread_creates, 1, timeout=60) == [True]
+    seen, tags[""] = list(tags[""]), before
+    assert seen == [*before, group, other]
 
 
 @pytest.mark.matrix
+@pytest.mark.ranks(1)
 def test_the_cost_of_a_creation_depends_on_no_size():
     """Every rank calls ``new_group`` for every group of the job: 100,000 times in a large one.
 
@@ -249,15 +210,38 @@ def test_the_cost_of_a_creation_depends_on_no_size():
     the call, and looks at no other group: the proxy takes its group's place from the end of torch's
     list. A group that another library makes by hand has its own ranks.
     """
-    (costs,) = run_ranks(_cost_of_creations, 1, timeout=240)
-    pairs = zip(costs["ours"], costs["torch"], strict=True)
-    few, many, member, members = [len(ours) - len(torchs) for ours, torchs in pairs]
+    others = [list(range(2)), list(range(1_000))]
+    lists = [*others, [9_998, 9_999], list(range(9_000, 10_000))]
+
+    def counted():
+        dist.init_process_group("fake", rank=9_999, world_size=10_000, store=FakeStore())
+        dist.new_group([0, 1])
+        return [_calls(lambda ranks=ranks: dist.new_group(ranks)) for ranks in lists]
+
+    torchs = counted()
+    dist.destroy_process_group()
+    reloadpg.install(backends={"fake"})
+    ours = counted()
+    few, many, member, members = map(int.__sub__, map(len, ours), map(len, torchs))
     assert few == many
     assert 0 < few <= 9  # three of them are WORLD's rank and size
     assert member == members <= 42  # six of them record the device, where CUDA is built in
-    assert {"take_place"} < {*costs["ours"][-1]}
-    assert not {"of", "given", "group_order"} & {*costs["ours"][-1]}
-    assert costs["replays"] == ([0, 9_999],)
-    assert costs["by hand"] == ("by hand", {0: 0, 1: 1})
-    assert costs["read"] <= 20
-    assert costs["proxies"] == 113  # WORLD is one, and two were counted
+    assert {"take_place"} < {*ours[-1]}
+    assert not {"of", "given", "group_order"} & {*ours[-1]}
+
+    held = [dist.new_group([0, 9_999]) for _ in range(100)]
+    tags = dist.distributed_c10d._world.tags_to_pg
+    tags[""] = _CountingList(tags[""])
+    held += [dist.new_group([0, 9_999]) for _ in range(10)]
+    assert tags[""].read <= 20
+    proxies = sum(isinstance(group, reloadpg.ReloadableProcessGroup) for group in tags[""])
+    assert proxies == 113  # WORLD is one, and two were counted
+
+    ranks = [0, 9_999]
+    group = dist.new_group(ranks)
+    ranks[0] = 5
+    assert group._managed.construction.call.args == ([0, 9_999],)
+    by_hand, _ = dist.distributed_c10d._new_process_group_helper(
+        *(2, 1, [0, 9_999], "fake", FakeStore(), "by hand"), timeout=timedelta(seconds=60)
+    )
+    assert tables.entry_of(by_hand)[:2] == ("by hand", {0: 0, 1: 1})

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
 from reloadpg import GroupOffloadedError
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import simulated
 
 
 class _Recorder:
@@ -67,8 +67,8 @@ OPTIONS = SimpleNamespace(is_high_priority_stream=True, hints=("a", "b"))
 WITH_OPTIONS = ("both", "options by position")
 
 CALLS = {
-    "positional": lambda: (([0, 1], timedelta(seconds=41), "gloo", None, False, "first"), {}),
-    "keyword": lambda: (
+    "positional": (([0, 1], timedelta(seconds=41), "gloo", None, False, "first"), {}),
+    "keyword": (
         (),
         {
             "ranks": [0, 1],
@@ -77,99 +77,57 @@ CALLS = {
             "group_desc": "second",
         },
     ),
-    "both": lambda: (([0, 1], timedelta(seconds=43)), {"backend": "sim", "pg_options": OPTIONS}),
-    "options by position": lambda: (([1, 0], None, "sim", OPTIONS), {}),
-    "backend of WORLD": lambda: (([0, 1],), {}),
-    "tuple": lambda: (((0, 1),), {"backend": "gloo"}),
-    "range": lambda: ((range(2),), {"backend": "gloo"}),
-    "None": lambda: ((None,), {"backend": "gloo"}),
-    "nothing": lambda: ((), {}),
-    "local": lambda: (([0, 1],), {"backend": "gloo", "use_local_synchronization": True}),
-    "device backends": lambda: (([0, 1],), {"backend": "cpu:gloo"}),
-    "upper case": lambda: (([0, 1],), {"backend": "GLOO"}),
+    "both": (([0, 1], timedelta(seconds=43)), {"backend": "sim", "pg_options": OPTIONS}),
+    "options by position": (([1, 0], None, "sim", OPTIONS), {}),
+    "backend of WORLD": (([0, 1],), {}),
+    "tuple": (((0, 1),), {"backend": "gloo"}),
+    "range": ((range(2),), {"backend": "gloo"}),
+    "None": ((None,), {"backend": "gloo"}),
+    "nothing": ((), {}),
+    "local": (([0, 1],), {"backend": "gloo", "use_local_synchronization": True}),
+    "device backends": (([0, 1],), {"backend": "cpu:gloo"}),
+    "upper case": (([0, 1],), {"backend": "GLOO"}),
 }
 
 
-def _received(rank, world_size):
+@worlds.unbound_only
+@pytest.mark.matrix
+@pytest.mark.ranks(2)
+def test_creating_functions_receive_the_callers_arguments(rank):
+    """Positional stays positional and keywords keywords, at first and at every reload.
+
+    Timeout, pg_options, description and backend among them; the options are the caller's object
+    (failures 9, 10). For WORLD, a helper of torch gets those of ``init_process_group``.
+    """
     simulated.register()
     new_group, helper = _Recorder("new_group"), _Recorder("_new_process_group_helper")
     install(backends={"gloo", "sim"}, parallelism=1)  # so that calls are seen in order
     worlds.init("sim", timeout=timedelta(seconds=51), pg_options=OPTIONS)
-    facts = {"WORLD": [helper.bound(helper.take()[0])]}
-    groups, given, first = {}, {}, {}
-    for label, make in CALLS.items():
-        args, kwargs = make()
+    world = helper.bound(helper.take()[0])
+    assert (world["timeout"], str(world["backend"])) == (timedelta(seconds=51), "sim")
+    groups, first = {}, {}
+    for label, (args, kwargs) in CALLS.items():
         groups[label] = dist.new_group(*args, **kwargs)
-        given[label] = (args, kwargs)
-        (call,) = new_group.take()
-        (inner,) = helper.take()
-        first[label] = (call, helper.bound(inner))
-    order = {group.group_name: label for label, group in groups.items()}
-    facts["generations"] = []
+        ((call,), (inner,)) = new_group.take(), helper.take()
+        assert call == (args, kwargs), label
+        first[label] = call, helper.bound(inner)
+    order = sorted(groups, key=lambda label: groups[label]._managed.construction.order)
     for _ in range(2):
         reloadpg.offload()
         assert new_group.take() == helper.take() == []
         reloadpg.reload()
-        calls, inner = new_group.take(), [helper.bound(call) for call in helper.take()]
-        facts["WORLD"].append(inner.pop(0))
-        labels = [
-            order[group.group_name]
-            for group in sorted(groups.values(), key=lambda one: one._managed.construction.order)
-        ]
-        facts["generations"].append(dict(zip(labels, zip(calls, inner, strict=True), strict=True)))
-    facts["first"], facts["given"] = first, given
-    facts["sums"] = {label: summed(group, rank) for label, group in groups.items()}
-    facts["desc"] = {label: group.group_desc for label, group in groups.items()}
-    facts["same options"] = [
-        inner["backend_options"] is OPTIONS
-        for inner in (
-            *facts["WORLD"],
-            *(made[label][1] for made in facts["generations"] for label in WITH_OPTIONS),
-        )
-    ]
-    return facts
-
-
-@pytest.fixture(scope="module")
-def received():
-    return run_ranks(_received, 2, timeout=240)
-
-
-@worlds.unbound_only
-@pytest.mark.matrix
-@pytest.mark.parametrize("label", CALLS)
-def test_creating_function_receives_the_callers_arguments(received, label):
-    """Positional stays positional and keywords keywords, at first and at every reload.
-
-    Timeout, pg_options, description and backend among them. (failures 9, 10)
-    """
-    for facts in received:
-        first_call, first_inner = facts["first"][label]
-        assert first_call == facts["given"][label]
-        for generation in facts["generations"]:
-            call, inner = generation[label]
-            assert call == first_call
-            assert inner == first_inner
-
-
-@worlds.unbound_only
-@pytest.mark.matrix
-def test_world_is_created_with_the_arguments_of_init_process_group(received):
-    """The helper of torch gets the same timeout, options, backend and ranks each time.
-
-    In every replay that has options they are the caller's object (failures 9, 10).
-    """
-    for facts in received:
-        first, *later = facts["WORLD"]
-        assert first["timeout"] == timedelta(seconds=51)
-        for again in later:
-            for what in ("timeout", "group_size", "group_rank"):
-                assert again[what] == first[what]
-            assert str(again["backend"]) == str(first["backend"]) == "sim"
-            assert list(again["global_ranks_in_group"]) == list(first["global_ranks_in_group"])
-        assert facts["same options"] == [True] * 7
-        assert set(facts["sums"].values()) == {3}
-        assert facts["desc"]["keyword"] == "second"
+        again, *inner = map(helper.bound, helper.take())
+        replayed = dict(zip(order, zip(new_group.take(), inner, strict=True), strict=True))
+        for label in CALLS:
+            assert replayed[label] == first[label], label
+        for what in ("timeout", "group_size", "group_rank"):
+            assert again[what] == world[what]
+        assert str(again["backend"]) == "sim"
+        assert list(again["global_ranks_in_group"]) == list(world["global_ranks_in_group"])
+        given = [again, *(replayed[label][1] for label in WITH_OPTIONS)]
+        assert all(arguments["backend_options"] is OPTIONS for arguments in given)
+    assert {summed(group, rank) for group in groups.values()} == {3}
+    assert groups["keyword"].group_desc == "second"
 
 
 # ---------------------------------------------------------------------------------------------
