@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,158 +36,115 @@ from reloadpg.testing import run_ranks
 BLOCKS = [*page_blocks(), *docstring_blocks()]
 
 
-def the_uniform_pause(ranks: list[dict[str, Any]]) -> None:
-    """The groups are recreated where the accelerator cannot suspend them, and work afterwards."""
-    for rank in ranks:
-        assert rank["used"] == {"default_pg": "recreate", "trainer's": "recreate"}
-        assert (rank["state"], rank["groups"]) == ("live", 2)
+def blocks_with(document: str, words: str) -> list[Block]:
+    return [block for block in BLOCKS if block.document == document and words in block.code]
 
 
-def the_hook_of_deepspeed(ranks: list[dict[str, Any]]) -> None:
-    """The engine releases what it has gathered before its groups are offloaded."""
-    for rank in ranks:
-        assert [seen[:2] for seen in rank["seen"]] == [
-            ("release", "live"),
-            ("generate", "offloaded"),
-        ]
+STEP = ("train", "live", 4.0)
+"""A training step whose all-reduces over two ranks, of two groups, have the right sum."""
+ASLEEP = ("sleep", "offloaded")
+RESUMED = ("resume", "offloaded")
+ROLLOUT = ("generate", "offloaded", 0)
+"""A rollout while the groups are offloaded and hold no memory."""
 
 
-def the_colocated_loop(ranks: list[dict[str, Any]]) -> None:
-    """The groups hold no memory while the rollout engine works."""
-    for rank in ranks:
-        assert rank["seen"] == [("generate", "offloaded", 0), ("train", "live", 4.0)] * CYCLES
-        assert (rank["generation"], rank["groups"]) == (CYCLES, 2)
+@dataclass(frozen=True)
+class Expected:
+    """What must have been seen on each of the ranks, by its name in the result of ``run_block``."""
+
+    ranks: int = 2
+    values: dict[str, Any] = field(default_factory=dict)
+    check: Callable[[int, dict[str, Any]], bool] = lambda number, rank: True
 
 
-def the_evaluator(ranks: list[dict[str, Any]]) -> None:
-    """A group is created since there are two ranks, and destroyed."""
-    for number, rank in enumerate(ranks):
-        assert rank["seen"] == [("evaluate", number, 2, 4.0)]
-        assert (rank["results"], rank["initialized"]) == ("results", False)
+def seen(*calls: tuple[object, ...], times: int = 1, **values: Any) -> Expected:
+    """These calls of the user's code, repeated, and then these values."""
+    return Expected(values={"seen": [*calls] * times, **values})
 
 
-def the_owner(ranks: list[dict[str, Any]]) -> None:
-    """The group that the block created is destroyed by it."""
-    for rank in ranks:
-        assert rank["seen"] == [("train", "live", 4.0)]
-        assert not rank["initialized"]
-
-
-def the_mesh(ranks: list[dict[str, Any]]) -> None:
-    """On the smallest world that the dimensions fit: a step of the sharded model."""
-    assert [rank["seen"] for rank in ranks] == [[("mesh", True, "cpu")]] * 8
-    assert not any(rank["initialized"] for rank in ranks)
-
-
-def the_report(ranks: list[dict[str, Any]]) -> None:
+def report_is_right(_: int, rank: dict[str, Any]) -> bool:
     """The default group is recreated; nothing was connected yet."""
-    for rank in ranks:
-        report = rank["report"]
-        assert (report.memory_source, report.released_bytes) == ("simulated", 0)
-        assert [(group.desc, group.strategy) for group in report.groups] == [
-            ("default_pg", "recreate")
-        ]
-        assert rank["generation"] == 1
+    report = rank["report"]
+    groups = [(group.desc, group.strategy) for group in report.groups]
+    source = (report.memory_source, report.released_bytes)
+    return (*source, groups) == ("simulated", 0, [("default_pg", "recreate")])
 
 
-def the_rollout(ranks: list[dict[str, Any]]) -> None:
-    """Groups first, then pause; resume, then reload; the engine awake in between."""
-    cycle = [("pause", "offloaded"), ("wake", "offloaded"), ("generate", "offloaded", 0)]
-    cycle += [("sleep", "offloaded"), ("resume", "offloaded"), ("train", "live", 4.0)]
-    for rank in ranks:
-        assert rank["seen"] == cycle * CYCLES
-
-
-def the_update_while_asleep(ranks: list[dict[str, Any]]) -> None:
-    """The engine's weights wake first; the groups work while memory is paused."""
-    cycle = [("pause", "offloaded"), ("wake", "offloaded"), ("disable", "offloaded")]
-    cycle += [("wake", "offloaded"), ("generate", "offloaded", 0), ("sleep", "offloaded")]
-    cycle += [("resume", "offloaded"), ("train", "live", 4.0)]
-    for rank in ranks:
-        assert rank["seen"] == cycle * CYCLES
-        assert rank["generation"] == 2 * CYCLES
-
-
-def the_groups_that_stay_until_the_weights_are_sent(ranks: list[dict[str, Any]]) -> None:
-    """One reload in each iteration; part of the memory is paused while the groups are live."""
-    cycle = [("pause", "live"), ("wake", "live"), ("pause", "offloaded"), ("wake", "offloaded")]
-    cycle += [("generate", "offloaded", 0), ("sleep", "offloaded"), ("resume", "offloaded")]
-    cycle += [("resume", "live"), ("train", "live", 4.0)]
-    for rank in ranks:
-        assert rank["seen"] == cycle * CYCLES
-        assert rank["generation"] == CYCLES
-
-
-def the_start_with_the_engine_asleep(ranks: list[dict[str, Any]]) -> None:
-    """The engine is asleep before the trainer has groups, and the block leaves them offloaded."""
-    for rank in ranks:
-        assert rank["seen"] == [("sleep", "live")]
-        assert (rank["state"], rank["generation"]) == ("offloaded", 0)
-
-
-def the_reloaded_mesh(ranks: list[dict[str, Any]]) -> None:
-    """One reload of the default group, which is the mesh's too."""
-    assert [(rank["generation"], rank["groups"]) for rank in ranks] == [(1, 1)] * 2
-
-
-def the_save_during_a_rollout(ranks: list[dict[str, Any]]) -> None:
-    """The trainer's groups are offloaded, and the group that saves is not."""
-    for rank in ranks:
-        assert [seen[:2] for seen in rank["seen"]] == [("generate", "offloaded"), ("train", "live")]
-        assert (rank["generation"], rank["groups"]) == (1, 2)
-
-
-def the_injected_fault(ranks: list[dict[str, Any]]) -> None:
-    """The rank that failed raises its own error; after the reload all groups are live."""
-    assert [rank["failure"] for rank in ranks] == ["ReleaseError", "PeerFailedError"]
-    assert [(rank["state"], rank["generation"]) for rank in ranks] == [("live", 1)] * 2
-
-
-def the_repeated_steps(ranks: list[dict[str, Any]]) -> None:
-    """Without a fault each step runs once, and no group is recreated."""
-    for rank in ranks:
-        assert rank["seen"] == [("train", "live", 4.0)] * CYCLES
-        assert (rank["generation"], rank["groups"]) == (0, 2)
-
-
-def the_metrics(ranks: list[dict[str, Any]]) -> None:
+def metrics_are_right(_: int, rank: dict[str, Any]) -> bool:
     """Of one offload and one reload: calls, times, and the bytes of the two groups."""
-    for rank in ranks:
-        metrics, done = rank["metrics"], ("offload", "reload")
-        assert [metrics[f"reloadpg_calls_total/{one}/False"] for one in done] == [1, 1]
-        assert all(metrics[f"reloadpg_seconds_total/{one}"] > 0 for one in done)
-        assert all(metrics[f"reloadpg_wait_seconds_total/{one}"] > 0 for one in done)
-        assert metrics["reloadpg_released_bytes"] == 2 << 20
-        assert rank["seen"] == [("generate", "offloaded", 0)]
+    metrics, done = rank["metrics"], ("offload", "reload")
+    return (
+        all(metrics[f"reloadpg_calls_total/{one}/False"] == 1 for one in done)
+        and all(metrics[f"reloadpg_seconds_total/{one}"] > 0 for one in done)
+        and all(metrics[f"reloadpg_wait_seconds_total/{one}"] > 0 for one in done)
+        and metrics["reloadpg_released_bytes"] == 2 << 20
+    )
 
 
-RL = "docs/colocated-rl.md"
-CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
-    ("docs/start.md", "with reloadpg.offloaded() as report"): (2, the_colocated_loop),
-    ("docs/start.md", "prometheus_client"): (2, the_metrics),
-    ("docs/migration.md", "used = pause()"): (2, the_uniform_pause),
-    ("docs/trainers.md", "offloaded(engine)"): (2, the_hook_of_deepspeed),
-    ("docs/trainers.md", "fully_shard(model"): (2, the_reloaded_mesh),
-    ("docs/trainers.md", "dcp.async_save("): (2, the_save_during_a_rollout),
-    ("docs/recovery.md", "recovery_requested()"): (2, the_repeated_steps),
-    ("docs/testing.md", "faults.inject"): (2, the_injected_fault),
-    (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
-    (RL, 'connect="eager"'): (2, the_rollout),
-    (RL, "groups_live()"): (2, the_update_while_asleep),
-    (RL, 'pause("optimizer")'): (2, the_groups_that_stay_until_the_weights_are_sent),
-    (RL, "report.memory_source"): (2, the_report),
-    ("environment", "ensure_process_group()"): (2, the_evaluator),
-    ("environment", "process_group_scope()"): (2, the_owner),
-    ("environment", 'mesh_dims={"pp": 2, "dp_shard": -1, "tp": 4}'): (8, the_mesh),
+RL, TRAINERS = "docs/colocated-rl.md", "docs/trainers.md"
+CHECKS: dict[tuple[str, str], Expected] = {
+    ("docs/start.md", "with reloadpg.offloaded() as report"): seen(
+        ROLLOUT, STEP, times=CYCLES, generation=CYCLES, groups=2
+    ),
+    ("docs/start.md", "prometheus_client"): Expected(
+        values={"seen": [ROLLOUT]}, check=metrics_are_right
+    ),
+    ("docs/migration.md", "used = pause()"): Expected(
+        # recreated where the accelerator cannot suspend them
+        values={
+            "used": {"default_pg": "recreate", "trainer's": "recreate"},
+            "state": "live",
+            "groups": 2,
+        }
+    ),
+    # The engine releases what it has gathered before its groups are offloaded.
+    (TRAINERS, "offloaded(engine)"): seen(("release", "live"), ROLLOUT),
+    # One reload of the default group, which is the mesh's too.
+    (TRAINERS, "fully_shard(model"): Expected(values={"generation": 1, "groups": 1}),
+    # The group that saves is not offloaded.
+    (TRAINERS, "dcp.async_save("): seen(ROLLOUT, STEP, generation=1, groups=2),
+    # Without a fault each step runs once, and no group is recreated.
+    ("docs/recovery.md", "recovery_requested()"): seen(STEP, times=CYCLES, generation=0, groups=2),
+    # The rank that failed raises its own error; after the reload all groups are live.
+    ("docs/testing.md", "faults.inject"): Expected(
+        values={"state": "live", "generation": 1},
+        check=lambda number, rank: rank["failure"] == ("ReleaseError", "PeerFailedError")[number],
+    ),
+    # The engine is asleep before the trainer has groups, and the block leaves them offloaded.
+    (RL, "engine.sleep("): seen(("sleep", "live"), state="offloaded", generation=0),
+    # Groups first, then pause; resume, then reload; the engine awake in between.
+    (RL, 'connect="eager"'): seen(
+        *(("pause", "offloaded"), ("wake", "offloaded"), ROLLOUT, ASLEEP, RESUMED, STEP),
+        times=CYCLES,
+    ),
+    # The engine's weights wake first; the groups work while memory is paused.
+    (RL, "groups_live()"): seen(
+        *(("pause", "offloaded"), ("wake", "offloaded"), ("disable", "offloaded")),
+        *(("wake", "offloaded"), ROLLOUT, ASLEEP, RESUMED, STEP),
+        times=CYCLES,
+        generation=2 * CYCLES,
+    ),
+    # One reload in each iteration; part of the memory is paused while the groups are live.
+    (RL, 'pause("optimizer")'): seen(
+        *(("pause", "live"), ("wake", "live"), ("pause", "offloaded"), ("wake", "offloaded")),
+        *(ROLLOUT, ASLEEP, RESUMED, ("resume", "live"), STEP),
+        times=CYCLES,
+        generation=CYCLES,
+    ),
+    (RL, "report.memory_source"): Expected(values={"generation": 1}, check=report_is_right),
+    # A group is created since there are two ranks, and destroyed.
+    ("environment", "ensure_process_group()"): Expected(
+        values={"results": "results", "initialized": False},
+        check=lambda number, rank: rank["seen"] == [("evaluate", number, 2, 4.0)],
+    ),
+    # The group that the block created is destroyed by it.
+    ("environment", "process_group_scope()"): seen(STEP, initialized=False),
+    # A step of the sharded model on the smallest world that the dimensions fit.
+    ("environment", 'mesh_dims={"pp": 2, "dp_shard": -1, "tp": 4}'): Expected(
+        8, {"seen": [("mesh", True, "cpu")], "initialized": False}
+    ),
 }
-"""By document and words of the block: its number of ranks, and what must then have been seen."""
-
-
-def check_of(block: Block) -> tuple[int, Any] | None:
-    for (document, words), check in CHECKS.items():
-        if block.document == document and words in block.code:
-            return check
-    return None
+"""By document and words of the block."""
 
 
 FRAMEWORKS = pytest.mark.frameworks
@@ -212,8 +171,12 @@ def test_a_block_runs_as_printed(block: Block, tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return
-    size, check = check_of(block) or (2, lambda _: None)
-    check(run_ranks(run_block, size, args=(block.code, str(block)), timeout=280))
+    named = [CHECKS[key] for key in CHECKS if block in blocks_with(*key)]
+    expected = named[0] if named else Expected()
+    ranks = run_ranks(run_block, expected.ranks, args=(block.code, str(block)), timeout=280)
+    for number, rank in enumerate(ranks):
+        assert {name: rank[name] for name in expected.values} == expected.values
+        assert expected.check(number, rank), rank
 
 
 def test_the_first_program_of_the_readme_prints_what_it_says(tmp_path: Path) -> None:
@@ -227,9 +190,7 @@ def test_the_first_program_of_the_readme_prints_what_it_says(tmp_path: Path) -> 
 
 def test_each_check_has_exactly_one_block() -> None:
     """A check of a block that was removed is an error."""
-    for document, words in CHECKS:
-        blocks = [block for block in BLOCKS if block.document == document and words in block.code]
-        assert len(blocks) == 1, (document, words)
+    assert [key for key in CHECKS if len(blocks_with(*key)) != 1] == []
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
