@@ -69,22 +69,18 @@ def run(
 
     given = default_timeout if timeout is None else timeout
     seconds = as_timedelta(given, "timeout of the test").total_seconds()
-    variables, failure = {AUTOINSTALL: None, **(env or {})}, ""
-    ends: list[tuple[str, str]] = []
+    variables, args = {AUTOINSTALL: None, **(env or {})}, (_body_of(item, backend, seconds),)
     try:
-        args = (_body_of(item, backend, seconds),)
-        ends += run_ranks(
-            run_body, world_size, args=args, timeout=seconds, env=variables, **options
-        )
-    except RanksFailedError as error:  # raised below: pytest would print the output twice
+        ends = run_ranks(run_body, world_size, args=args, timeout=seconds, env=variables, **options)
+    except RanksFailedError as error:
         head, _, details = str(error).partition("\n")
         what = head.rpartition(" (")[0]  # without the advice for callers of run_ranks
-        failure = f"{what}\n{details}"
+        # Not chained: pytest would print the output twice.
+        raise pytest.fail.Exception(f"{what}\n{details}", pytrace=False) from None
     if len({how for how, _ in ends}) > 1:
         lines = [f"  rank {rank}: {how} {reason}" for rank, (how, reason) in enumerate(ends)]
-        failure = "\n".join(["the ranks ended differently, but must have equal results:", *lines])
-    if failure:
-        pytest.fail(failure, pytrace=False)
+        text = "the ranks ended differently, but must have equal results:"
+        pytest.fail("\n".join([text, *lines]), pytrace=False)
     how, reason = ends[0]
     if how == "skipped":
         pytest.skip(reason)
