@@ -92,7 +92,6 @@ LONGEST = (
     "integrations/test_slime",
     "integrations/test_colocated",
     "lifecycle/test_agreement",
-    "lifecycle/test_lost_store",
     "cli/test_hangs",
     "cli/test_explain",
     "integrations/test_torch_memory_saver",

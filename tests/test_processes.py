@@ -10,21 +10,21 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from helpers import faulty_gloo
 from helpers.fault_job import die, survivors
 
 import reloadpg
 from reloadpg.processes import Peers, start_of
+from reloadpg.testing import faults, simulated
 
 TIMEOUT_S = 300.0
 """Longer than the time limit of the test."""
 
 
 def killed(rank: int, size: int, port: int, victim: int, when: str) -> tuple[str, tuple[int, ...]]:
-    faulty_gloo.register()
-    reloadpg.install(backends={faulty_gloo.NAME}, timeout=timedelta(seconds=TIMEOUT_S))
+    simulated.register()
+    reloadpg.install(timeout=timedelta(seconds=TIMEOUT_S))
     store = dist.TCPStore("127.0.0.1", port, None, False)
-    dist.init_process_group(faulty_gloo.NAME, store=store, rank=rank, world_size=size)
+    dist.init_process_group(simulated.NAME, store=store, rank=rank, world_size=size)
     if when != "at first":
         reloadpg.offload()
         reloadpg.reload()
@@ -40,7 +40,7 @@ def killed(rank: int, size: int, port: int, victim: int, when: str) -> tuple[str
         else:
             reloadpg.on_offload(lambda: store.set(f"{key}/{rank}", "1"))
     elif rank == victim:
-        faulty_gloo.inject("create", die)
+        faults.inject(faults.Fault("create", "call", call=lambda _: die()))
     try:
         reloadpg.offload()
         reloadpg.reload()
@@ -64,11 +64,12 @@ def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
 
 
 def killed_in_bring_up(rank: int, size: int, victim: int) -> tuple[str, tuple[int, ...]]:
-    faulty_gloo.register()
+    simulated.register()
+    simulated.configure(eager=True)
     if rank == victim:
-        faulty_gloo.inject("create", die)
+        faults.inject(faults.Fault("create", "call", call=lambda _: die()))
     try:
-        reloadpg.environment.init_distributed("faulty", init_timeout=TIMEOUT_S)
+        reloadpg.environment.init_distributed(simulated.NAME, init_timeout=TIMEOUT_S)
     except reloadpg.PeerFailedError as error:
         return str(error), error.missing
     return "", ()

@@ -4,8 +4,9 @@ A *point* is a place in an operation, written ``operation.place``: ``offload.ent
 ``offload.callbacks``, ``offload.group3`` (releasing the fourth group),
 ``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD),
 ``reload.done``. A barrier's point is the moment before this rank arrives. A
-recovery has ``recover.enter``, ``recover.group0``, ``recover.check0`` (the canary of WORLD)
-and ``recover.done``. Simulated groups also have ``recover.connect0``.
+recovery has ``recover.enter``, ``recover.abort0`` (of the first communicator),
+``recover.group0``, ``recover.check0`` (the canary of WORLD) and ``recover.done``. ``use`` is a
+collective.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
-from helpers import faulty_gloo, worlds
+from helpers import worlds
 from reloadpg.testing import run_ranks, simulated
-from reloadpg.testing.faults import Fault, clear_faults, inject
+from reloadpg.testing.faults import Fault, inject
 
 RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
 """Overlapping subgroups; with WORLD, each of four ranks is in four groups."""
@@ -45,13 +46,10 @@ FAR = 100.0
 """A timeout that no rank reaches, in seconds; longer than ALLOWANCE."""
 PATIENCE = timedelta(seconds=120)
 """The timeout of collectives: reached only if something hangs."""
-IMPATIENCE = timedelta(seconds=2)
-"""The timeout of a collective that is never to complete."""
 PARALLELISM = int(os.environ.get("TEST_PARALLELISM", "1"))
 """The number of groups that scenarios release and create in parallel. With 1, only one group is in
 progress at a point; with 8, all are."""
-MIB = 1 << 20
-HELD = 8 * MIB
+HELD = 8 << 20
 """Bytes of each simulated communicator."""
 
 OFFLOAD_POINTS = (
@@ -81,13 +79,14 @@ GROUP_EVENTS: dict[str, Fault] = {
     "offload.group": Fault("release", operation="shutdown"),
     "reload.group": Fault("create"),
     "recover.group": Fault("create"),
-    "recover.connect": Fault("connect"),
+    "recover.abort": Fault("release", operation="abort"),
     "recover.check": Fault("collective", operation="allreduce"),
+    "use": Fault("collective", operation="allreduce"),
 }
 """The fault for each point in a group."""
 
 
-class Injected(Exception):
+class Injected(RuntimeError):
     """An error that a test injects."""
 
 
@@ -140,9 +139,7 @@ class Job:
         backend: of all groups.
         subgroups: the ranks of each group beyond WORLD.
         timeout: of the library, in seconds.
-        limit: the timeout of collectives.
         used: whether each group is used once; an unused group is not suspended.
-        store: the rendezvous store and the number of ranks; None for those of the environment.
         options: of ``install``.
 
     Attributes:
@@ -156,26 +153,20 @@ class Job:
         *,
         subgroups: Sequence[Sequence[int]] = RING,
         timeout: float = FAR,
-        limit: timedelta = PATIENCE,
         used: bool = True,
-        store: tuple[Any, int] | None = None,
         **options: Any,
     ) -> None:
-        faulty_gloo.register()
         if backend == "sim":
             simulated.register()
             simulated.configure(bytes_per_communicator=HELD)
-        reloadpg.install(timeout=timeout, **{"backends": {backend, "faulty"}, **options})
+        reloadpg.install(timeout=timeout, **{"backends": {backend}, **options})
         self.rank = int(os.environ["RANK"])
-        met = (
-            {} if store is None else {"store": store[0], "rank": self.rank, "world_size": store[1]}
-        )
-        worlds.init(backend, **met, timeout=limit)
+        worlds.init(backend, timeout=PATIENCE)
         self.size = dist.get_world_size()
         self.groups: dict[str, Any] = {"WORLD": dist.group.WORLD}
         for number, ranks in enumerate(subgroups):
             name = f"g{number}"
-            group = dist.new_group(list(ranks), timeout=limit, group_desc=name)
+            group = dist.new_group(list(ranks), timeout=PATIENCE, group_desc=name)
             if isinstance(group, reloadpg.ReloadableProcessGroup):  # it may be bypassed
                 self.groups[name] = group
         if used:
@@ -185,17 +176,6 @@ class Job:
     @property
     def ring(self) -> Any:
         return [*self.groups.values()][-1]
-
-    def new_group(self, backend: str | None = None) -> Any:
-        """Create another group of all ranks."""
-        return self.add(dist.new_group(list(range(self.size)), backend=backend))
-
-    def add(self, group: Any) -> Any:
-        """Add a group to the job's groups."""
-        name = f"{len(self._first)}"
-        self.groups[name] = group
-        self._first[name] = id(group), group.group_name
-        return group
 
     def sums(self, *names: str) -> bool:
         """Whether an all-reduce on the named groups, by default all, sums over their members."""
@@ -255,20 +235,6 @@ class Job:
         if generation is not None:
             assert (reloadpg.status().generation, self.generations()) == (generation, {generation})
 
-    def assert_memory(self) -> None:
-        """Check that the simulated accelerator holds one communicator per group, and no others.
-
-        It is connected, and of the group's current generation.
-        """
-        names = sorted(group.group_name for group in self.groups.values())
-        found = [group for group in simulated.groups() if group.held_bytes]
-        assert sorted(group.name.partition("@")[0] for group in found) == names
-        made = {group.name.partition("@")[2].partition(".")[0] or "0" for group in found}
-        assert made == {str(generation) for generation in self.generations()}
-        assert {group.state for group in found} == {"connected"}
-        assert simulated.stats().held_bytes == HELD * len(names)
-        assert simulated.stats().live == len(names)
-
     def meet(self, name: str) -> None:
         """Wait for all ranks on the store, without the library."""
         meet(name, self.size)
@@ -286,27 +252,17 @@ def interfere(
 ) -> None:
     """Call a function when this rank first reaches a point.
 
-    Points in a group need the backend ``faulty`` or simulated groups. ``after`` a barrier means
-    that this rank has read its decision.
+    Points in a group need simulated groups. ``after`` a barrier means that this rank has read its
+    decision.
     """
     if point == "offload.callbacks":
         remove = reloadpg.on_offload(lambda: (remove(), action()))
     elif (event := point.rstrip("0123456789")) in GROUP_EVENTS:
-        nth = int(point.removeprefix(event)) + 1
+        nth = int(point.removeprefix(event) or 0) + 1
         inject(replace(GROUP_EVENTS[event], action="call", nth=nth, call=lambda _: action()))
     else:
         fault = Fault("barrier", "call", operation=point, moment=moment, call=lambda _: action())
         inject(fault)
-
-
-def stop_interfering() -> None:
-    """Undo :func:`interfere`, except for callbacks."""
-    clear_faults()
-
-
-def backend_for(point: str) -> str:
-    """Return a backend on which :func:`interfere` supports this point."""
-    return faulty_gloo.NAME if "group" in point or "check" in point else worlds.BACKEND
 
 
 def signalling(number: int, error: BaseException) -> Callable[[], None]:

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -14,17 +15,19 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
-from helpers import faulty_gloo, nccl_job, tables, worlds
+from helpers import nccl_job, tables, worlds
 from helpers.fault_job import (
     ALLOWANCE,
     FAR,
+    HELD,
     Injected,
     Seen,
     attempt,
@@ -34,7 +37,6 @@ from helpers.fault_job import (
     fail,
     interfere,
     signalling,
-    stop_interfering,
 )
 from helpers.programs import (
     BRACKET,
@@ -50,7 +52,7 @@ from helpers.programs import (
 )
 from helpers.watched_store import WatchedStore
 from reloadpg.environment import process_group_scope
-from reloadpg.testing import faults, run_ranks, standins
+from reloadpg.testing import faults, run_ranks, simulated, standins
 
 LIMIT = timedelta(seconds=60)
 """The timeout of collectives."""
@@ -86,7 +88,7 @@ class StoreLink:
 
     def ended(self, place: int) -> None:
         self._up.set()
-        stop_interfering()
+        faults.clear_faults()
 
 
 class Player:
@@ -113,7 +115,8 @@ class Player:
             torch.cuda.set_device(rank)
             options = {"recoverable": True, **options}
         else:
-            faulty_gloo.register()
+            simulated.register()
+            simulated.configure(bytes_per_communicator=HELD, eager=program.eager)
             options["backends"] = {program.backend}
         reloadpg.install(**options)
 
@@ -174,6 +177,16 @@ class Player:
         assert not [name for name in self._names if tables.resolves_to(name) is not None]
         if self.program.on_nccl:
             assert eventually(lambda: standins.communicators() <= self._stuck)
+        else:
+            assert eventually(lambda: self._held() == 0)
+
+    def _held(self) -> int:
+        """The number of groups on the simulated accelerator.
+
+        A creation that waits for a member that has failed holds nothing yet.
+        """
+        waits = self.program.eager
+        return sum(not waits or one.state == "connected" for one in simulated.groups())
 
     def _init(self) -> None:
         where: dict[str, Any] = {}
@@ -265,6 +278,9 @@ class Player:
         assert all(map(_is_registered, self._groups.values()))
         if ended == "unchanged":
             assert self._communicators() == before
+        if state.known and not self.program.on_nccl:
+            there = sum(slot in state.live for slot in self._groups)
+            assert eventually(lambda: self._held() == there), simulated.groups()
         if ended == "failed":
             assert reloadpg.recovery.recovery_requested()
             if step.do == "offload" and not step.has("stall") and not self.program.on_nccl:
@@ -427,8 +443,11 @@ class Player:
 
     def _use_with_a_fault(self, fault: Fault) -> None:
         """Sums in a loop that recovers and repeats; without a link one attempt, which may raise."""
+        before = reloadpg.status().generation
 
         def sums() -> bool:
+            if (act := self._misuses.get(fault.action)) and reloadpg.status().generation == before:
+                act(self, self.rank in fault.ranks)
             return all(
                 self._value(group, kind) == self._expected(group, kind)
                 for group in self._groups.values()
@@ -448,21 +467,54 @@ class Player:
                 self._set_timeouts(SHORT)
                 assert sums()
             else:
-                assert self._repeat(step)
+                late: set[int] = set()
+                assert self._repeat(step, late)
+                assert fault.action != "skip" or late >= {*fault.ranks}
         finally:
             self._set_timeouts(LIMIT)
 
-    def _repeat(self, step: Callable[[int], bool]) -> bool:
+    def _skip(self, faulty: bool) -> None:
+        if faulty:
+            assert eventually(reloadpg.recovery.recovery_requested)
+            raise Injected
+
+    def _abort(self, faulty: bool) -> None:
+        for group in self._managed() if faulty else ():
+            group.abort()
+
+    def _disconnect(self, faulty: bool) -> None:
+        """Shut down the connections of this process, except those to the store."""
+        port = int(os.environ["MASTER_PORT"])
+        for one in psutil.Process().net_connections("tcp") if faulty else ():
+            if one.raddr and port not in (one.laddr.port, one.raddr.port):
+                with suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _coalesce(self, faulty: bool) -> None:
+        """Torch would coalesce all later operations."""
+        with c10d._coalescing_manager(self._groups[WORLD]):
+            raise Injected
+
+    _misuses: ClassVar[dict[str, Callable[[Player, bool], None]]] = {
+        "skip": _skip,
+        "abort": _abort,
+        "disconnect": _disconnect,
+        "coalesce": _coalesce,
+    }
+
+    def _repeat(self, step: Callable[[int], bool], late: set[int]) -> bool:
         """Run a step until it passes on all ranks, as the recipe of docs/recovery.md does.
 
-        After a fault, all ranks recover and repeat it. ``step`` gets the number of its attempt.
+        After a fault, all ranks recover and repeat it. ``step`` gets the number of its attempt;
+        ``late`` has the ranks that were late according to the recoveries.
         """
 
         def recover() -> None:
             self._set_timeouts(LIMIT)  # those of the first attempt are short
             if number:  # the call that hangs may be this loop's own
                 faults.clear_faults()
-            reloadpg.recovery.recover("a test")
+            report = reloadpg.recovery.recover("a test")
+            late.update(one.rank for one in report.faults if one.late)
 
         attempts, right, number = [0, 0], False, 0
         while number < len(attempts):
@@ -488,26 +540,50 @@ class Player:
         return right
 
     def _set_timeouts(self, timeout: timedelta) -> None:
-        for group in self._groups.values():
+        for group in self._managed():
             with suppress(RuntimeError):
-                c10d._set_pg_timeout(timeout, group)
+                if self.program.on_nccl:
+                    c10d._set_pg_timeout(timeout, group)
+                elif (inner := group._managed.communicator) is not None:
+                    inner.set_timeout(timeout)  # torch finds no device of a simulated group
+
+    def _call(self, operation: Callable[..., Any]) -> Any:
+        """Call an offload or reload; some ranks do not wait in it, in turn."""
+        fault = self._life.steps[self._place].fault
+        by_signal = fault is not None and fault.action in ("interrupt", "terminate", "counted")
+        if by_signal or (self.rank + self._place) % 2 == 0:
+            return operation()
+        pending = operation(wait=False)
+        error = pending.exception()
+        for _ in range(2 if error is not None else 0):
+            assert attempt(pending.result).text == str(error)
+        return pending.result()
 
     def _offload(self) -> None:
         live = [group for group in self._managed() if group._managed.is_live]
         self._released = [weakref.ref(group._managed.communicator) for group in live]
-        report = reloadpg.offload()
+        report = self._call(reloadpg.offload)
         assert (report.operation, len(report.groups)) == ("offload", len(live))
         assert self.program.options.get("strategy") == "suspend" or self._all_released()
 
     def _reload(self, connect: Any) -> None:
-        report = reloadpg.reload(connect=connect)
+        report = self._call(partial(reloadpg.reload, connect=connect))
         absent = self._state.count(self.rank, live=False) if self._state.released else 0
         assert (report.operation, len(report.groups)) == ("reload", absent)
 
     def _recover(self) -> None:
         self.share()  # it aborts groups that a peer may still connect
-        report = reloadpg.recovery.recover("a test", timeout=self._timeout)
+        fault = self._life.steps[self._place].fault
+        if fault is not None and fault.action == "alone" and self.rank not in fault.ranks:
+            seen = attempt(reloadpg.offload)
+            assert (seen.kind, seen.rank) == ("PeerFailedError", fault.ranks[0])
+            assert "has called recover" in seen.text
+            assert self._states() == {"live"}
+        report = reloadpg.recovery.recover(f"of {self.rank}", timeout=self._timeout)
         assert (report.operation, len(report.groups)) == ("recover", len(self._managed()))
+        assert {one.rank: one.reason for one in report.faults} == {
+            rank: f"of {rank}" for rank in range(self.program.size)
+        }
 
     def _mend(self, how: str) -> None:
         """All groups are live afterwards, whatever happened before."""
@@ -573,7 +649,7 @@ class Player:
             if self.rank == 0:
                 for rank in fault.ranks:
                     faults.inject(fault.injected(rank))
-        elif step.do != "use":
+        elif step.do != "use" or fault.action != "die":
             self._own += 2 if fault.action == "stall" else 0
             if self.rank in fault.ranks:
                 self._bring_about(fault)
@@ -590,13 +666,17 @@ class Player:
             "interrupt": interrupt,
             "terminate": partial(signalling, signal.SIGTERM, Terminated(143)),
             "counted": interrupt,
-            "stall": lambda: partial(self._await_others, place),
+            "stall": lambda: partial(self._await_others, place, fault),
             "die": lambda: die,
         }
         moment = "after" if fault.action == "counted" else "before"
-        interfere(fault.point, actions[fault.action](), moment)  # type: ignore[arg-type]
+        if fault.action in actions:
+            interfere(fault.point, actions[fault.action](), moment)  # type: ignore[arg-type]
 
-    def _await_others(self, place: str) -> None:
+    def _await_others(self, place: str, fault: Fault) -> None:
+        if fault.point == "use":  # the others have recovered before they end the step
+            assert eventually(reloadpg.recovery.recovery_requested)
+            return
         self._signals.clone().wait([f"gave up/{place}"], timedelta(seconds=FAR))
 
     def _undo(self, step: Step) -> None:
@@ -614,7 +694,7 @@ class Player:
             if store.add(f"{place}/count", 1) == others:
                 store.set(place, "1")
         self.share()
-        stop_interfering()
+        faults.clear_faults()
         self.share()
 
 

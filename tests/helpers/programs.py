@@ -64,7 +64,9 @@ class Fault:
             of NCCL. ``die``, or ``stop`` the process in a call of NCCL. At a point ``interrupt`` or
             ``terminate``, by a signal; ``counted``, an interrupt after the rank was counted at that
             barrier; ``cut``, the link to the store or between the hosts is down until all ranks
-            have ended the operation.
+            have ended the operation. In ``use``, ``skip`` the collective, ``abort`` all groups,
+            ``disconnect`` the process from its peers, or ``coalesce``, an error that leaves a
+            coalescing open on all ranks. ``alone``: the others call an offload before the recovery.
         ranks: the faulty ranks.
         nth: the call of NCCL that fails.
         seconds: the duration of a stall in a call of NCCL; None for no end.
@@ -144,11 +146,15 @@ class Life:
 
 @dataclass(frozen=True)
 class Program:
-    """Lives of default groups, one after the other in the same processes."""
+    """Lives of default groups, one after the other in the same processes.
+
+    ``eager``: whether a creation on the simulated accelerator waits for all members.
+    """
 
     size: int
     lives: tuple[Life, ...]
-    backend: str = "faulty"
+    backend: str = "sim"
+    eager: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -193,10 +199,12 @@ class State:
         fault = step.fault
         if fault is None:
             return "completed"
-        if fault.in_nccl and step.do == "use":
+        if step.do == "use" and fault.action not in ("cut", "die"):
             return "completed"  # it is repeated on all ranks, or on none
         if fault.in_nccl or fault.action in ("cut", "die"):
             return "any"
+        if fault.point.startswith("recover.abort") or fault.action == "alone":
+            return "completed"  # the communicator is dropped; all ranks recover
         place = fault.point.lstrip("abcdefghijklmnopqrstuvwxyz.")
         if place:
             reached = {"offload": self.count, "reload": self.count}.get(step.do)
@@ -280,7 +288,7 @@ class Writer:
         kinds = ["use", "use"]
         kinds += ["reload"] * (4 if state.released else 1)
         kinds += ["offload"] * (1 if state.released else 4)
-        kinds += ["recover"] * (state.failed or not state.released)
+        kinds += ["recover"]
         kinds += ["create"] * 3
         kinds += ["destroy"] * (len(state.members) > 1)
         kind = draw.choice(kinds)
@@ -320,7 +328,8 @@ def program_of(seed: int, lives: int = 4) -> Program:
             writer.add_any()
         ends = [end for end in ENDS if not writer.state.released or end != BRACKET]
         made.append(Life(tuple(writer.steps), draw.random() < 0.5, draw.choice(ends)))
-    return Program(size, (*made, AGAIN), options={"parallelism": draw.choice([1, 1, 8])})
+    options = {"parallelism": draw.choice([1, 1, 8])}
+    return Program(size, (*made, AGAIN), eager=draw.random() < 0.5, options=options)
 
 
 def program_on_nccl(seed: int, *, suspends: bool) -> Program:
@@ -390,13 +399,16 @@ NEXT = {"offload": ("offload", "reload"), "reload": ("reload",), "recover": ("re
 def every_fault(
     faults: Sequence[Fault | tuple[Fault, tuple[str, ...]]],
     groups: Sequence[tuple[int, ...]] = RING,
+    eager: bool = True,
     **options: Any,
 ) -> Program:
     """A life in which each fault happens in its operation, and then other operations succeed.
 
     Args:
         faults: one after the other; with the operations that follow, if they are not as usual.
+            ``create`` creates a group of all ranks.
         groups: besides WORLD.
+        eager: as in :class:`Program`.
         options: of ``install``.
     """
     size = max(map(max, groups)) + 1
@@ -416,12 +428,16 @@ def every_fault(
         if fault.action == "die":
             break
         if not then and ended == "completed":
-            then = {"offload": ("reload",), "reload": ("offload", "reload")}[do]
+            then = {"offload": ("reload",), "reload": ("offload", "reload")}.get(do, (do,))
         for name in then or NEXT[do]:
-            writer.add(name, *ARGUMENTS.get(name, ()))
+            if name == "create":
+                writer.create(tuple(range(size)))
+            else:
+                writer.add(name, *ARGUMENTS.get(name, ()))
         writer.use_all()
         writer.add("settle")
-    return Program(size, (Life(tuple(writer.steps)),), options={"parallelism": 1, **options})
+    options = {"parallelism": 1, **options}
+    return Program(size, (Life(tuple(writer.steps)),), eager=eager, options=options)
 
 
 DISTURBED = {
@@ -460,7 +476,7 @@ def disturbed(operation: str, kind: str) -> Program:
 STATES = ("live", "offloaded", "failed", "half rebuilt")
 
 
-def every_end(state: str, backend: str = "faulty", **options: Any) -> Program:
+def every_end(state: str, backend: str = "sim", **options: Any) -> Program:
     """A life for each end, in a state of its groups, bound to a device and not."""
     lives: list[Life] = []
     for number, end in enumerate(ENDS):
@@ -473,7 +489,7 @@ def every_end(state: str, backend: str = "faulty", **options: Any) -> Program:
             writer.add("offload", fault=Fault("offload.released"))
         elif state != "live":
             writer.add("offload")
-        if state == "half rebuilt" and backend == "faulty":
+        if state == "half rebuilt" and backend == "sim":
             writer.add("reload", "eager", fault=Fault("reload.group1"))
         elif state == "half rebuilt":  # on both ranks: a creation waits for a member that fails
             writer.add("reload", "eager", fault=Fault("init", "raise", (0, 1), nth=2))

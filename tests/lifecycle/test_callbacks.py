@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers import faulty_gloo, worlds
+from helpers import worlds
 from helpers.fault_job import attempt, base_store
 
 import reloadpg
-from reloadpg.testing import faults, run_ranks
+from reloadpg.testing import faults, run_ranks, simulated
 from reloadpg.testing.faults import Fault
 
 
@@ -60,12 +60,12 @@ def test_a_rank_that_was_late_in_a_callback_is_named() -> None:
 
 def _reload(rank: int, size: int) -> bool:
     """Rank 1 is held in its rebuild until rank 0 has finished its own; whether it was live."""
-    faulty_gloo.register()
-    reloadpg.install(backends={"faulty"})
-    dist.init_process_group("faulty")
+    simulated.register()
+    reloadpg.install()
+    dist.init_process_group(simulated.NAME)
     store, found = base_store().clone(), []
 
-    def held() -> None:
+    def held(_: Any) -> None:
         store.wait(["rank 0 is done"], timedelta(minutes=2))
         store.set("rank 1 is done", "")
 
@@ -79,7 +79,7 @@ def _reload(rank: int, size: int) -> bool:
     reloadpg.on_reload(callback)
     reloadpg.offload()
     if rank == 1:
-        faulty_gloo.inject("create", held, moment="after")
+        faults.inject(Fault("create", "call", moment="after", call=held))
         reloadpg.reload()
     else:
         with faults.inject(
@@ -104,7 +104,7 @@ def failing(calls: list[str], name: str) -> Callable[[], None]:
     def call() -> None:
         calls.append(name)
         if calls.count(name) == 1:
-            raise ValueError(f"of {name}")
+            raise ValueError(f"of {name}.")
 
     return call
 
@@ -137,7 +137,7 @@ def test_a_reload_after_an_offload_that_failed_calls_its_callbacks(where: str, r
 
 @pytest.mark.ranks(2)
 def test_the_rank_whose_callback_failed_is_told_the_state_and_the_remedy(rank: int) -> None:
-    """As its peers are."""
+    """As its peers are; a text that ends with a full stop has one."""
     gloo()
     if rank == 0:
         reloadpg.on_offload(failing([], "an offload"))
@@ -145,6 +145,7 @@ def test_the_rank_whose_callback_failed_is_told_the_state_and_the_remedy(rank: i
     with pytest.raises(reloadpg.ReloadpgError, match="ValueError: of an offload") as failed:
         reloadpg.offload()
     assert "then call offload() again on all ranks" in str(failed.value)
+    assert ".." not in str(failed.value)
     assert ("No group was changed on any rank." in str(failed.value)) or rank == 1
     reloadpg.offload()
     with pytest.raises(reloadpg.ReloadpgError, match="ValueError: of a reload") as failed:

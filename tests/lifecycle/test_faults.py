@@ -63,7 +63,9 @@ EITHER = every_fault(
         (Fault("reload.group1"), ("offload", "reload")),
         (Fault("reload.done"), ("offload", "offload", "reload")),
         (Fault("offload.group0"), ("recover",)),
-    ]
+        (Fault("reload.group0"), ("create", "reload")),  # the others have rebuilt WORLD
+    ],
+    eager=False,
 )
 SIGNALS = [Fault(p, ("interrupt", "terminate")[n % 2]) for n, p in enumerate(POINTS)]
 COUNTED = [
@@ -75,8 +77,19 @@ TWO_RANKS = [
     Fault("recover.enter", "interrupt", (0, 3)),
     Fault("recover.check2", "raise", (0, 1)),
 ]
-STALLS = faults("stall", "reload.group1", "recover.enter", "recover.group2", "recover.done")
-CUT = faults("cut", "offload.enter", "reload.enter", "reload.done")
+USES = [Fault("use", one) for one in ("raise", "skip", "abort", "disconnect", "coalesce")]
+ALONE = Fault("recover.enter", "alone")
+STALLS = faults(
+    "stall",
+    "use",
+    "offload.group1",
+    "reload.group1",
+    "recover.enter",
+    "recover.abort0",
+    "recover.group2",
+    "recover.done",
+)
+CUT = faults("cut", "offload.enter", "reload.enter", "reload.group1", "reload.done")
 """For longer than the timeout, so that the ranks end the operation differently (failure 35)."""
 PAIRS = ((0, 1), (1, 0))
 TABLES = {
@@ -84,7 +97,10 @@ TABLES = {
     "signals": every_fault(SIGNALS, parallelism=PARALLELISM),
     "interrupts after the arrival": every_fault(COUNTED),
     "two ranks": every_fault(TWO_RANKS),
-    "recoveries": every_fault(faults("raise", *RECOVER_POINTS), parallelism=PARALLELISM),
+    "recoveries": every_fault(
+        faults("raise", "recover.abort0", *RECOVER_POINTS), parallelism=PARALLELISM
+    ),
+    "collectives": every_fault([*USES, ALONE]),
     "interrupts of recoveries": every_fault(faults("interrupt", *RECOVER_POINTS)),
     "each group of an offload": each_group("offload", 1),
     "each group of an offload, in parallel": each_group("offload", 8),
@@ -93,11 +109,18 @@ TABLES = {
     "stalls": every_fault(STALLS, timeout=BOUND),
     "link to the store": every_fault(CUT, PAIRS, timeout=2.0),
 }
-DEFAULT = ("either operation after a failure", "signals", "interrupts after the arrival")
+DEFAULT = (
+    "either operation after a failure",
+    "signals",
+    "interrupts after the arrival",
+    "collectives",
+    "two ranks",
+    "link to the store",
+)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", sampled(TABLES, *DEFAULT, "two ranks", "link to the store"))
+@pytest.mark.parametrize("name", sampled(TABLES, *DEFAULT))
 def test_all_ranks_get_a_consistent_result_and_the_job_continues(name: str) -> None:
     """The fault may be of any kind, at any point of an operation (failures 26 and 27)."""
     run(TABLES[name], **worlds.SILENCE)
@@ -134,7 +157,7 @@ def test_a_rank_that_dies_is_named_within_the_timeout(death: str) -> None:
 
 def one_dies_and_one_fails(rank: int, size: int) -> None:
     """While all ranks rebuild the last group, rank 2 dies, and then rank 1 fails."""
-    Job("faulty", parallelism=PARALLELISM)
+    Job("sim", parallelism=PARALLELISM)
     reloadpg.offload()
     store = base_store().clone()
     if rank == VICTIM:

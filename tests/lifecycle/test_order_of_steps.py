@@ -8,11 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import faulty_gloo, worlds
+from helpers import worlds
 from helpers.jobs import start
 
 import reloadpg
 from reloadpg.c10d import devices
+from reloadpg.testing import faults, simulated
 
 
 @pytest.mark.ranks(2)
@@ -23,15 +24,15 @@ def test_the_steps_of_a_cycle_are_in_order():
     allocator frees memory before the rebuild (failure 29). WORLD is released last and rebuilt
     first. A collective makes one Python call of the library, which forwards it (failure 30).
     """
-    faulty_gloo.register()
-    reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=20))
-    worlds.init("faulty")
+    simulated.register()
+    simulated.configure(eager=True)
+    reloadpg.install(timeout=timedelta(seconds=20))
+    worlds.init(simulated.NAME)
     pair = dist.new_group([0, 1], group_desc="pair")
     dist.new_group([0, 1], group_desc="another")
     log = []
-    for nth in range(3):
-        faulty_gloo.inject("release", lambda: log.append("release"), nth=nth + 1)
-        faulty_gloo.inject("create", lambda: log.append("rebuild"), nth=nth + 1, moment="after")
+    for at, name in (("release", "release"), ("create", "rebuild")):
+        faults.inject(faults.Fault(at, "call", times=None, call=lambda _, n=name: log.append(n)))
     empty, synchronize = devices.empty_cache, devices.synchronize
     devices.empty_cache = lambda: (log.append("empty cache"), empty())[1]
     devices.synchronize = lambda: (log.append("synchronize"), synchronize())[1]

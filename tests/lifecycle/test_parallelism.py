@@ -9,9 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from helpers import worlds
 from helpers.fault_job import FAR, PATIENCE, Job, base_store, eventually, meet
 from helpers.sampling import sampled
 
@@ -232,21 +230,3 @@ def test_by_default_groups_of_an_unknown_backend_take_turns(rank: int) -> None:
     reloadpg.reload()
     assert together == [1] * 6
     job.assert_live()
-
-
-@pytest.mark.ranks(4)
-def test_a_partial_batch_as_the_first_operation_on_world(rank: int) -> None:
-    """Ranks 0 to 2 exchange tensors, without rank 3, as in a pipeline (failure 15)."""
-    Job(subgroups=())
-    reloadpg.offload()
-    reloadpg.reload()
-    peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < 3] if rank < 3 else []
-    received = {peer: torch.zeros(1) for peer in peers}
-    ops = []
-    for peer in peers:
-        ops.append(dist.P2POp(dist.isend, torch.tensor([float(rank)]), peer))
-        ops.append(dist.P2POp(dist.irecv, received[peer], peer))
-    for work in dist.batch_isend_irecv(ops) if ops else ():
-        work.wait()
-    assert {peer: value.item() for peer, value in received.items()} == {one: one for one in peers}
-    worlds.barrier()

@@ -81,45 +81,6 @@ def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> N
     assert threading.main_thread() not in threads
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("operation", ["offload", "reload"])
-def test_result_raises_the_error_of_the_operation(rank, operation: str) -> None:
-    """Each call raises on all ranks; the groups are failed until a reload."""
-    job = _start()
-    if operation == "reload":
-        reloadpg.offload()
-    at, name = ("release", "g1") if operation == "offload" else ("create", "2@*")
-    own = reloadpg.errors.ReleaseError if operation == "offload" else reloadpg.errors.RebuildError
-    with faults.inject(faults.Fault(at, group=name, rank=1)):  # type: ignore[arg-type]
-        pending = getattr(reloadpg, operation)(wait=False)
-        error = own if rank == 1 else reloadpg.PeerFailedError
-        assert type(pending.exception(HANG_S)) is error
-        for _ in range(2):
-            with pytest.raises(error, match=r"\(g1\)"):
-                pending.result()
-    assert job.states() == {"failed"}
-    with pytest.raises(reloadpg.GroupOffloadedError, match="did not finish"):
-        summed(job.ring, rank)
-    reloadpg.reload(wait=rank == 0)  # ranks may differ in `wait`
-    join_operations()
-    job.assert_live()
-
-
-@pytest.mark.ranks(2)
-def test_an_operation_that_changed_nothing_makes_the_groups_usable_again(rank) -> None:
-    """The operation ends by an error in a callback, or by a disagreement."""
-    job = _start()
-    remove = reloadpg.on_offload(lambda: 1 / 0) if rank == 1 else lambda: None
-    with pytest.raises(reloadpg.ReloadpgError if rank else reloadpg.PeerFailedError):
-        reloadpg.offload(wait=False).result()
-    remove()
-    job.assert_live()
-    reloadpg.offload(wait=False).result()
-    connect: Any = ("eager", "none")[rank]
-    with pytest.raises(reloadpg.DisagreementError):
-        reloadpg.reload(connect=connect, wait=False).result()
-
-
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
 def test_groups_can_be_created_and_destroyed_while_a_reload_runs(rank) -> None:

@@ -7,12 +7,12 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch.distributed as dist
-from helpers import faulty_gloo
 from helpers.worlds import BACKEND, TIMEOUT, init, summed
 
 import reloadpg
 from reloadpg import DisagreementError, GroupOffloadedError, PeerFailedError
 from reloadpg.errors import InvalidOptionError
+from reloadpg.testing import faults, simulated
 
 pytestmark = pytest.mark.matrix
 
@@ -186,22 +186,19 @@ def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, at):
 
     A recovery makes all sets live.
     """
-    faulty_gloo.register()
-    reloadpg.install(backends={faulty_gloo.NAME}, timeout=TIMEOUT, sets="engine")
-    init(faulty_gloo.NAME)
+    simulated.register()
+    reloadpg.install(timeout=TIMEOUT, sets="engine")
+    init(simulated.NAME)
     with reloadpg.region("engine"):
         engine = dist.new_group()
     groups = {"trainer": dist.new_group(), "engine": engine}
     [other] = groups.keys() - {failed}
     generation = groups[other].generation
 
-    def fail():
-        raise RuntimeError("as asked")
-
     if name == "reload":
         reloadpg.offload(failed)
     if rank == 1:
-        faulty_gloo.inject(at, fail, group=f"{groups[failed].group_name}*")
+        faults.inject(faults.Fault(at, group=f"{groups[failed].group_name}*"))
     error = reloadpg.errors.ReleaseError if name == "offload" else reloadpg.errors.RebuildError
     with pytest.raises(error if rank == 1 else PeerFailedError):
         getattr(reloadpg, name)(failed)

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 from helpers import worlds
-from helpers.fault_job import ALLOWANCE, FAR, Job, attempt, backend_for, interfere
+from helpers.fault_job import ALLOWANCE, FAR, Job, attempt, interfere
 from helpers.sampling import sampled
 
 import reloadpg
@@ -26,7 +26,7 @@ USER = 54_321
 
 def under_a_limit(rank: int, size: int, point: str) -> None:
     os.environ |= worlds.SILENCE
-    job = Job(backend_for(point), subgroups=((0, 1), (1, 0)), timeout=FAR, parallelism=2)
+    job = Job(subgroups=((0, 1), (1, 0)), timeout=FAR, parallelism=2)
     job.cycle()
     _, most = resource.getrlimit(resource.RLIMIT_NPROC)
     if rank == LIMITED:

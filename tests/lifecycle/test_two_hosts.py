@@ -188,14 +188,6 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         hosts.end()
 
 
-def test_a_cycle_over_two_hosts(tmp_path: Path) -> None:
-    """Torchrun counts two nodes; every group is rebuilt, and sums over both of them."""
-    with two_hosts(tmp_path) as hosts:
-        hosts.launch()
-        hosts.await_all("done", 2)
-        hosts.await_ends()
-
-
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_programs(seed: int, tmp_path: Path) -> None:
     """Random calls in which the link is down until they have ended on all ranks.

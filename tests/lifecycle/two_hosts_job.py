@@ -1,6 +1,6 @@
 """One rank of a job on two hosts; the test cuts the link between them.
 
-``torchrun ... two_hosts_job.py FOLDER [SEED]``: a random program, or a cycle. A rank that is ready
+``torchrun ... two_hosts_job.py FOLDER SEED``: a random program. A rank that is ready
 for the cut of a step writes ``STEP/here.RANK`` and waits for ``STEP/go.RANK``. When its call has
 ended it writes ``STEP/over.RANK`` and waits for ``STEP/up.RANK``; at its end it writes
 ``done.RANK``.
@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from helpers.fault_job import Job, interfere, stop_interfering
+from helpers.fault_job import interfere
 from helpers.program_ranks import Player
 from helpers.programs import Fault, Step, program_on_two_hosts
+
+from reloadpg.testing.faults import clear_faults
 
 
 def mark(folder: Path, name: str) -> None:
@@ -49,7 +51,7 @@ class Link:
 
     def ended(self, place: int) -> None:
         """Wait until the link is up again."""
-        stop_interfering()
+        clear_faults()
         mark(self._folder / str(place), "over")
         (self._folder / f"{place}/up.{os.environ['RANK']}").read_text()
 
@@ -68,14 +70,8 @@ def play(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    folder, *seed = sys.argv[1:]
-    if seed:
-        play(Path(folder), int(*seed))
-    else:
-        job = Job("faulty", subgroups=((0, 1), (1, 0)))
-        assert os.environ["GROUP_RANK"] == os.environ["RANK"]  # torchrun counts two nodes
-        job.cycle()
-        dist.destroy_process_group()
+    folder, seed = sys.argv[1:]
+    play(Path(folder), int(seed))
     mark(Path(folder), "done")
 
 
