@@ -248,47 +248,31 @@ def test_a_misspelt_switch_prints_a_line(environment, capfd):
     assert not reloadpg.is_installed()
 
 
-@pytest.mark.slow
-@pytest.mark.ranks(1)
-def test_install_after_autoinstall():
-    """Without arguments, it accepts the options of the environment; others are refused."""
-    os.environ |= {
-        "RELOADPG_AUTOINSTALL": "1",
-        "RELOADPG_STRATEGY": "suspend",
-        "RELOADPG_EXCLUDE": "SERVICE, *_GLOO",
-    }
-    activate()
-    reloadpg.install()
-    assert reloadpg.status().options["exclude"] == ["SERVICE", "*_GLOO"]
-    with pytest.raises(reloadpg.errors.PatchConflictError, match=r"min_size=3 \(in place: 2\)"):
-        reloadpg.install(min_size=3)
-    reloadpg.uninstall()
-    reloadpg.install()
-    assert reloadpg.status().options["strategy"] == "suspend"  # of the variables
-    with pytest.raises(reloadpg.errors.PatchConflictError, match=r"\(in place: 'suspend'\)"):
-        reloadpg.install(strategy="recreate")
-
-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("arguments", "variables", "options"),
     [
-        ({}, ("", "", ""), ("recreate", 300, "accelerators")),
-        ({}, ("suspend", "7", "gloo"), ("suspend", 7, ["gloo"])),
+        ({}, ("", "", "", ""), ("recreate", 300, "accelerators", [])),
+        ({}, ("suspend", "7", "gloo", "TP, *_GLOO"), ("suspend", 7, ["gloo"], ["TP", "*_GLOO"])),
         (
-            {"strategy": "recreate", "timeout": 9, "backends": {"gloo"}},
-            ("suspend", "7", "nccl"),
-            ("recreate", 9, ["gloo"]),
+            {"strategy": "recreate", "timeout": 9, "backends": {"gloo"}, "exclude": "PP"},
+            ("suspend", "7", "nccl", "TP"),
+            ("recreate", 9, ["gloo"], ["PP"]),
         ),
     ],
 )
 def test_install_reads_the_variables(arguments, variables, options):
-    """An argument overrides its variable."""
-    names = ("STRATEGY", "TIMEOUT_S", "BACKENDS")
+    """An argument overrides its variable. Another call may repeat them, and not change them."""
+    names = ("STRATEGY", "TIMEOUT_S", "BACKENDS", "EXCLUDE")
     os.environ |= {f"RELOADPG_{n}": v for n, v in zip(names, variables, strict=True) if v}
     reloadpg.install(**arguments)
     found = reloadpg.status().options
-    assert (found["strategy"], found["timeout_s"], found["backends"]) == options
+    assert (
+        tuple(found[name] for name in ("strategy", "timeout_s", "backends", "exclude")) == options
+    )
+    reloadpg.install(**arguments)
+    with pytest.raises(reloadpg.errors.PatchConflictError, match=r"timeout=.*\(in place: "):
+        reloadpg.install(timeout=11)
 
 
 LATER = """
