@@ -271,7 +271,7 @@ def test_install_reads_the_variables(arguments, variables, options):
         tuple(found[name] for name in ("strategy", "timeout_s", "backends", "exclude")) == options
     )
     reloadpg.install(**arguments)
-    with pytest.raises(reloadpg.errors.PatchConflictError, match=r"timeout=.*\(in place: "):
+    with pytest.raises(reloadpg.errors.PatchConflictError, match=r"timeout_s=11.0 \(in place: "):
         reloadpg.install(timeout=11)
 
 
