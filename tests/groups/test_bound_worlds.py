@@ -8,14 +8,11 @@ import weakref
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 from helpers.jobs import one_cycle
 from helpers.watched_store import WatchedStore
 from helpers.worlds import (
     CAN_SPLIT,
-    DEVICE,
-    TIMEOUT,
     split,
     start,
     subgroup,
@@ -30,25 +27,6 @@ pytestmark = pytest.mark.matrix
 needs_split = pytest.mark.skipif(not CAN_SPLIT, reason="this torch cannot split gloo groups")
 
 WORLDS = ["bound", "bound late"]
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_bound_world_keeps_its_device_through_cycles(rank, world):
-    """Also the groups created under it; while offloaded and afterwards."""
-    start(world)
-    pair = dist.new_group([0, 1, 2], timeout=TIMEOUT)
-    part = subgroup([0, 1])
-    for cycle in range(1, 4):
-        reloadpg.offload()
-        with pytest.raises(reloadpg.GroupOffloadedError):
-            dist.all_reduce(torch.ones(1))
-        assert dist.group.WORLD.bound_device_id == DEVICE
-        reloadpg.reload()
-        assert summed(None, rank) == summed(pair, rank) == 6.0
-        assert rank == 2 or summed(part, rank) == 3.0
-        assert dist.group.WORLD.bound_device_id == pair.bound_device_id == DEVICE
-        assert reloadpg.status().generation == cycle
 
 
 @needs_split

@@ -127,7 +127,6 @@ ASKS_CPP = {"ops.all_gather_into_tensor_out", "ops.batch_p2p_ops"}
 """These ask the C++ object of the group for its backend, and find none."""
 
 
-@pytest.mark.guarantees
 @pytest.mark.matrix
 @pytest.mark.parametrize("row", PRESENT)
 def test_no_operation_succeeds_while_offloaded(row, reloadable):
