@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,45 +82,34 @@ def compiled_with(run: Run, backend: str) -> dict[str, Any]:
     return {"results": results}
 
 
-def aot_eager_program(run: Run) -> dict[str, Any]:
-    return compiled_with(run, "aot_eager")
-
-
-def inductor_program(run: Run) -> dict[str, Any]:
-    return compiled_with(run, "inductor")
-
-
-def assert_compiled_once(program: Callable[[Run], Any], graphs: int) -> None:
-    """The graphs that were compiled before the first offload serve all cycles."""
-    for outcome in same_results(program, 2, groups=2):
-        before, *after = outcome.facts["compiled"]
-        assert before["graphs"]["unique_graphs"] == graphs
-        assert before["breaks"] == {}
-        assert after == [before] * 3
-
-
-@pytest.mark.slow
-def test_aot_eager() -> None:
-    """Functions of groups, of gradients, of ``torch.distributed`` and of DTensors."""
-    assert_compiled_once(aot_eager_program, 4)
-
-
 needs_compiler = pytest.mark.skipif(
     not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
     reason="inductor compiles C++ and this machine has no C++ compiler (g++, clang++ or CXX)",
 )
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
     worlds.NCCL and importlib.util.find_spec("triton") is None,
     reason="inductor compiles for the device with triton, which is not installed",
 )
-def test_inductor() -> None:
-    """Inductor lowers collectives to in-place operations on names, in compiled code. Its C++
-    compiler takes seconds a graph, so it gets two of the functions."""
-    assert_compiled_once(inductor_program, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "graphs"),
+    [("aot_eager", 4), pytest.param("inductor", 2, marks=[needs_compiler, needs_triton])],
+)
+def test_the_graphs_compiled_before_the_first_offload_serve_all_cycles(
+    backend: str, graphs: int
+) -> None:
+    """Functions of groups, of gradients, of ``torch.distributed`` and of DTensors.
+
+    Inductor lowers collectives to in-place operations on names, in compiled code. Its C++ compiler
+    takes seconds a graph, so it gets two of the functions.
+    """
+    for outcome in same_results(partial(compiled_with, backend=backend), 2, groups=2):
+        before, *after = outcome.facts["compiled"]
+        assert before["graphs"]["unique_graphs"] == graphs
+        assert before["breaks"] == {}
+        assert after == [before] * 3
 
 
 def _compiled_while_offloaded(rank: int, world_size: int, cache: str) -> list[int]:
