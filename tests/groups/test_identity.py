@@ -8,6 +8,7 @@ import itertools
 import os
 import pickle
 import socket
+import threading
 import time
 import types
 import weakref
@@ -191,9 +192,40 @@ def _snapshot(made, meshes, rank, *, live=True):
     }
 
 
-def _everywhere(rank, world_size, installed):
-    if installed:
+def _raised(function, *args, **kwargs):
+    """The type and the first line of the error of a call."""
+    with pytest.raises(Exception) as caught:
+        function(*args, **kwargs)
+    return type(caught.value).__name__, str(caught.value).splitlines()[0]
+
+
+def _besides():
+    """What a program can see besides its groups. It ends the job."""
+    worlds.barrier()
+    facts = {
+        "keys": c10d._get_default_store().num_keys(),
+        "threads": threading.active_count(),
+        "count": c10d._world.group_count,
+        "errors": [
+            _raised(dist.new_group, [7]),
+            _raised(dist.new_group, timeout=5),
+            _raised(dist.new_group, backend="nosuch"),
+            _raised(dist.new_group, nosuch=1),
+            _raised(dist.init_process_group, worlds.BACKEND),
+            _raised(dist.split_group, None, None),
+        ],
+    }
+    worlds.barrier()
+    dist.destroy_process_group()
+    after = dist.is_initialized(), len(c10d._world.pg_map), c10d._world.group_count
+    return {**facts, "after": after}
+
+
+def _everywhere(rank, world_size, library):
+    if library == "reloadable":
         install()
+    elif library == "bypassing":
+        reloadpg.install(**worlds.BYPASSING)
     worlds.init(timeout=TIMEOUT)
     made, meshes = _make_groups(rank)
     facts = {
@@ -204,8 +236,8 @@ def _everywhere(rank, world_size, installed):
         },
         "snapshots": [_snapshot(made, meshes, rank)],
     }
-    if not installed:
-        return facts
+    if library != "reloadable":
+        return {**facts, **_besides()}
     proxies = {g for g in made.values() if isinstance(g, ReloadableProcessGroup)}
     records = [managed(proxy) for proxy in proxies]
     facts["inner"] = []
@@ -240,12 +272,22 @@ def _everywhere(rank, world_size, installed):
 
 @pytest.fixture(scope="module")
 def stock():
-    return run_ranks(_everywhere, 4, args=(False,), timeout=240)
+    return run_ranks(_everywhere, 4, args=("",), timeout=240)
 
 
 @pytest.fixture(scope="module")
 def job():
-    return run_ranks(_everywhere, 4, args=(True,), timeout=240)
+    return run_ranks(_everywhere, 4, args=("reloadable",), timeout=240)
+
+
+@pytest.mark.matrix
+def test_a_program_whose_groups_bypass_sees_what_it_sees_without_the_library(stock):
+    """Groups, names, tables, error texts, store keys, threads; the groups are torch's own."""
+    bypassing = run_ranks(_everywhere, 4, args=("bypassing",), timeout=240)
+    for facts, plain in zip(bypassing, stock, strict=True):
+        for snapshot in (*facts["snapshots"], *plain["snapshots"]):
+            snapshot.pop("id", None)
+        assert facts == plain
 
 
 @pytest.mark.matrix
