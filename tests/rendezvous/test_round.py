@@ -377,6 +377,20 @@ def test_a_rank_that_loses_the_store_at_a_barrier_assumes_that_all_pass_it(
 # -- stores that fail ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("silence")
+def test_a_lost_store_is_an_error_on_every_rank_and_in_each_operation() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = job_on([TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)])
+    assert job.run(two_barriers) == ["passed"] * 2
+    del server
+    for _ in range(2):
+        call = lambda rdv: Round.open(rdv, "offload", ("enter",), 0.5).barrier("enter", PLAN)  # noqa: E731
+        for error in job.run(call):
+            assert isinstance(error, ReloadpgError)
+            assert "rendezvous store" in str(error)
+            assert "Restart the job" in str(error)
+
+
 @pytest.mark.slow
 def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
     silent, ended = Event(), Event()
