@@ -307,6 +307,8 @@ class Player:
         elif fault.action == "cut":
             assert seen.seconds < self._timeout + ALLOWANCE
             assert bool(seen.kind) == self.link.must_fail(step)
+            if seen.kind and "group" in fault.point:
+                assert self._states() == {"failed"}
         elif fault.in_nccl:
             assert seen.kind or fault.action != "stop"
         elif ended == "completed":
