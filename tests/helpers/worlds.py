@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -202,13 +201,6 @@ def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
         if dist.get_backend(parent) == "gloo":
             kwargs["backend"] = "cpu:gloo"
         return dist.split_group(parent, ranks, **kwargs)
-
-
-def stop_for(seconds: float, *, after: float, pids: Sequence[int] = ()) -> None:
-    """Stop this process, or several, for some seconds, as on a loaded machine. Local."""
-    which = " ".join(map(str, pids or [os.getpid()]))
-    command = f"sleep {after}; kill -STOP {which}; sleep {seconds}; kill -CONT {which}"
-    subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL)
 
 
 def summed(group: Any, rank: int) -> float:

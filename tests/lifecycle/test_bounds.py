@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from datetime import timedelta
 
 import pytest
 from helpers import worlds
-from helpers.fault_job import ALLOWANCE, BOUND, Job, attempt, base_store, eventually
-from helpers.sampling import sampled
+from helpers.fault_job import ALLOWANCE, BOUND, Job, attempt, eventually
 
 import reloadpg
 from reloadpg.lifecycle.job import jobs
@@ -40,20 +38,13 @@ def test_each_group_is_progress():
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("machine", sampled(["runs", "is stopped at the timeout"], "runs"))
-def test_a_release_that_hangs_is_named_and_aborted(rank, machine):
+def test_a_release_that_hangs_is_named_and_aborted(rank):
     """Its memory is free after the failed offload. The status and the next report name what still
-    runs. If the whole machine was stopped, the store does not count as unresponsive.
+    runs.
     """
     job = Job("sim", subgroups=[(0, 1)] * 3, timeout=BOUND)
     if rank == 1:
         faults.inject(faults.Fault("release", "stall", group="g1", operation="shutdown"))
-    if machine != "runs":
-        store = base_store().clone()
-        store.set(f"pid/{rank}", str(os.getpid()))
-        pids = [int(store.get(f"pid/{other}")) for other in range(2)]
-        if rank == 0:
-            worlds.stop_for(4.0, after=BOUND - 0.5, pids=pids)
     seen = attempt(reloadpg.offload)
     assert seen.kind == "RendezvousTimeoutError"
     assert "Rank 1 did not finish its own work; rank 1 was in" in seen.text
