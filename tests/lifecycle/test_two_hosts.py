@@ -87,15 +87,10 @@ class Hosts:
         for name in self.names:
             ip("-n", name, "link", "set", LINK, state)
 
-    def launch(
-        self, *arguments: str, ranks_of_a_host: int = 1, addresses: tuple[str, str] = ADDRESSES
-    ) -> None:
+    def launch(self, seed: int, ranks_of_a_host: int, addresses: tuple[str, str]) -> None:
         """Start ``two_hosts_job`` by torchrun on both hosts, with the first as its rendezvous.
 
-        Args:
-            arguments: of the program, after the folder.
-            ranks_of_a_host: the number of ranks per host.
-            addresses: the hosts' addresses for the store.
+        ``addresses`` are those of the hosts for the store.
         """
         paths = [str(Path(reloadpg.__file__).parents[1]), str(HELPERS.parent)]
         paths += filter(None, [os.environ.get("PYTHONPATH")])
@@ -114,11 +109,8 @@ class Hosts:
             command += ["--rdzv-id", "two-hosts", "--local-addr", address]
             # Without it each host looks up its name, which is the same on both, and none serves.
             command += ["--rdzv-conf", f"is_host={address == addresses[0]}"]
-            command += [
-                str(Path(__file__).with_name("two_hosts_job.py")),
-                str(self.folder),
-                *arguments,
-            ]
+            script = Path(__file__).with_name("two_hosts_job.py")
+            command += [str(script), str(self.folder), str(seed)]
             with (self.folder / f"{name}.log").open("wb") as log:
                 self.launchers.append(
                     subprocess.Popen(
@@ -204,7 +196,7 @@ def test_programs(seed: int, tmp_path: Path) -> None:
             hosts.make_fifos(program.size, part)
             hosts.make_fifos(program.size, part, "up")
         addresses = STORE_ADDRESSES if other_link else ADDRESSES
-        hosts.launch(str(seed), ranks_of_a_host=ranks_of_a_host, addresses=addresses)
+        hosts.launch(seed, ranks_of_a_host, addresses)
         for part in parts:
             hosts.await_all("here", program.size, part)
             hosts.cut()
