@@ -532,7 +532,7 @@ class Player:
                 if not reloadpg.recovery.recovery_requested():
                     number += 1
                     continue
-            except (RuntimeError, Injected):
+            except RuntimeError:
                 recover()
             else:
                 recover()
