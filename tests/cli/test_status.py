@@ -1,31 +1,20 @@
 """``status``: the ranks of a running job as a table."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from cli.rank_files import record, running, write_rank
 
-import reloadpg
 from reloadpg.cli import main
 from reloadpg.cli.status import WAITING_S, JobView, page
-from reloadpg.observability import record as records
-from reloadpg.observability.record import (
-    Reading,
-    decoded,
-    read_directory,
-)
+from reloadpg.observability.record import Reading, decoded, read_directory
 from reloadpg.processes import process_table, start_of
 from reloadpg.reports import OperationStatus
-from reloadpg.testing import run_ranks
 
 
 def read(rank, size, now=None, **values):
@@ -282,49 +271,3 @@ def test_a_directory_without_ranks_is_exit_code_1(tmp_path, capsys, name, words)
     written = capsys.readouterr().out
     assert words.format(tmp_path / name) in written
     assert "set RELOADPG_STATUS_DIR" in written
-
-
-def until(condition, ranks):
-    while not condition():
-        assert not ranks.done(), ranks.result()
-        time.sleep(0.02)
-
-
-def one_cycle(rank, world_size, directory):
-    """Stays offloaded until the test has seen it, and then live until the test has seen it."""
-
-    def await_test(what):
-        while not Path(directory, what).exists():
-            time.sleep(0.02)
-
-    os.environ["RELOADPG_STATUS_DIR"] = directory
-    reloadpg.install(backends={"gloo"})
-    dist.init_process_group("gloo")
-    dist.new_group([0, 1], group_desc="pair")
-    reloadpg.offload()
-    await_test("seen offloaded")
-    report = reloadpg.reload()
-    await_test("seen live")
-    dist.destroy_process_group()
-    return report.total_ms
-
-
-def test_the_page_follows_a_real_job(tmp_path, monkeypatch):
-    """It shows the state that all ranks are in, and the times that they measured."""
-    monkeypatch.setattr(records, "SILENT_S", 180)  # one that is held up for some seconds is not
-    with ThreadPoolExecutor() as pool:
-        ranks = pool.submit(run_ranks, one_cycle, 2, args=(str(tmp_path),), timeout=180)
-        for state, generation in (("offloaded", 0), ("live", 1)):
-            until(
-                lambda state=state, generation=generation: (
-                    f"2 of 2 ranks: 2 {state}" in page(JobView(read_directory(tmp_path)))
-                    and {one.generation for one in read_directory(tmp_path).ranks} == {generation}
-                ),
-                ranks,
-            )
-            job = JobView(read_directory(tmp_path))
-            (tmp_path / f"seen {state}").touch()
-        totals = ranks.result()
-    assert [one.last_ms["reload"] for one in job.ranks] == pytest.approx(totals)
-    assert [one.groups for one in job.ranks] == [2, 2]
-    assert messages(job) == {}
