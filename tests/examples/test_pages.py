@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from helpers.documents import PAGES, README, ROOT
@@ -113,13 +112,3 @@ def test_all_pages_of_users_together_have_at_most_14_500_words() -> None:
     """What a user does not ask for, and reasons that only a developer needs, are not in a page."""
     pages = [page for page in PAGES if page.name != "architecture.md"]
     assert sum(len(page.read_text().split()) for page in pages) <= 14_500
-
-
-def test_included_examples_exist() -> None:
-    """Likewise the lines at which each excerpt begins and ends."""
-    for page in PAGES:
-        for block in re.findall(r"^```\{literalinclude\} (.*?)^```", page.read_text(), re.M | re.S):
-            path = (page.parent / block.splitlines()[0].strip()).resolve()
-            lines = Path(path).read_text().splitlines()
-            for words in re.findall(r'^:(?:start-at|end-before): "(.*)"$', block, re.MULTILINE):
-                assert any(words in line for line in lines), (page.name, words)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -15,8 +13,6 @@ from pathlib import Path
 import pytest
 from helpers.documents import ROOT
 
-import reloadpg
-from reloadpg.cli import demo
 from reloadpg.testing import run_ranks
 
 EXAMPLES = ROOT / "examples"
@@ -127,27 +123,3 @@ def test_the_example_of_a_pytest_suite_passes() -> None:
         timeout=280,
     )
     assert re.search(r"^4 passed", done.stdout, re.MULTILINE), done.stdout + done.stderr
-
-
-def colocated_rl(rank: int, world_size: int, path: str, *options: str) -> tuple[str, bool]:
-    """What it prints where megatron-core is not installed; whether reloadpg was installed."""
-    importlib.util.find_spec = lambda name, package=None: None
-    output = as_a_script(rank, world_size, path, "--iterations", "1", *options)
-    return output, reloadpg.is_installed()
-
-
-@pytest.mark.slow
-def test_a_copy_of_colocated_rl_prints_the_same_numbers_with_and_without_reloadpg(
-    tmp_path: Path,
-) -> None:
-    """Without megatron-core it uses the groups of a DeviceMesh."""
-    copy = str(shutil.copy(EXAMPLES / "colocated_rl.py", tmp_path / "mine.py"))
-    [(with_it, installed)] = run_ranks(colocated_rl, 1, args=(copy,), timeout=280)
-    [(without, never)] = run_ranks(colocated_rl, 1, args=(copy, "--no-offload"), timeout=280)
-    assert (installed, never) == (True, False)
-    *lines, freed = with_it.splitlines()
-    assert lines == without.splitlines()
-    line, weights = lines
-    assert re.fullmatch(r"iteration 1: reward 0\.\d{3}, loss \S{12,}, evaluation \d\.\d{9,}", line)
-    assert re.fullmatch(r"weights: SHA-256 [0-9a-f]{64}", weights)
-    assert demo.FREED.fullmatch(freed)
