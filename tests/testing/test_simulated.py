@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -98,32 +97,3 @@ def test_a_communicator_holds_resident_memory_until_its_release() -> None:
         step()
         assert simulated.stats().held_bytes == communicators * HELD
         assert least <= (resident().rss - before) / HELD <= most
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-def test_each_cycle_recreates_each_group() -> None:
-    """With the caller's options object (failure 9); the counters agree in each generation."""
-    start(installed=True)
-    options = SimpleNamespace(is_high_priority_stream=True, hints=("a",))
-    pair = dist.new_group([0, 1], pg_options=options, group_desc="pair")
-    groups: list[Any] = [dist.group.WORLD, pair]
-    names: set[str] = set()
-    for cycle in range(3):
-        for group in groups:
-            dist.all_reduce(torch.ones(2), group=group)
-        stats, made = simulated.stats(), 2 * (cycle + 1)
-        assert (stats.created, stats.released, stats.live) == (made, 2 * cycle, 2)
-        assert stats.held_bytes == 2 * MIB
-        live = sorted(simulated.groups(), key=lambda group: group.desc)  # created in any order
-        assert [(g.desc, g.size, g.held_bytes, g.collectives) for g in live] == [
-            (desc, 2, MIB, 1) for desc in ("default_pg", "pair")
-        ]
-        assert [g.pg_options is options for g in live] == [False, True]
-        names |= {group.name for group in live}
-        reloadpg.offload()
-        reloadpg.reload()
-    assert len(names) == 6
-    dist.destroy_process_group()
-    end = simulated.stats()
-    assert (end.created, end.released, end.live) == (8, 8, 0)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from helpers import worlds
+from helpers.fault_job import meet
 from torch.distributed import distributed_c10d
 
 import reloadpg
@@ -119,14 +120,6 @@ def test_the_memory_of_a_group_that_is_dropped_is_freed() -> None:
 # connecting: lazy, eager, and its timeouts
 
 
-def meet(name: str) -> None:
-    """Wait for all ranks, through the store."""
-    store = dist.distributed_c10d._get_default_store()
-    if store.add(name, 1) == dist.get_world_size():
-        store.set(f"{name}/all", "")
-    store.wait([f"{name}/all"], timedelta(seconds=120))
-
-
 @pytest.mark.ranks(2)
 def test_an_eager_group_connects_at_creation(rank: int) -> None:
     """Without its peer, the creation raises at its timeout, and no group is left."""
@@ -145,7 +138,7 @@ def test_an_eager_group_connects_at_creation(rank: int) -> None:
             dist.new_group([0, 1], timedelta(seconds=1), use_local_synchronization=True)
         after = simulated.stats()
         assert (after.live, after.held_bytes) == (before.live, before.held_bytes)
-    meet("end")
+    meet("end", 2)
 
 
 # ---------------------------------------------------------------------------------------------
