@@ -91,7 +91,6 @@ def test_creation_measures_all_calls_of_a_job(tmp_path: Path) -> None:
     assert all(row[f"{kind}_us"] > 0 for row in rows for kind in ("torch", "reloadable"))
 
 
-@pytest.mark.slow
 def test_cycle_measures_both_ways_on_both_backends_and_plot_draws_them(tmp_path: Path) -> None:
     """The memory of the two simulated communicators, of 4 MiB each, is released.
 

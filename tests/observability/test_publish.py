@@ -183,9 +183,7 @@ def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ends", ["right after an operation", pytest.param("in order", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ends", ["right after an operation", "in order"])
 def test_the_last_record_is_written_at_process_exit(ends: str, tmp_path: Path) -> None:
     """Also of a process that exits right after an operation. The last figures are kept."""
     in_order = ends == "in order"
