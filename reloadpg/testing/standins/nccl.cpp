@@ -81,11 +81,11 @@ int global_rank() {
 // ---- memory that the members of a communicator share ----
 
 enum Kind {
-  kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter,
+  kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather,
   kSend, kRecv,
 };
 const char* const kKindNames[] = {"AllReduce",     "Broadcast", "Reduce", "AllGather",
-                                  "ReduceScatter", "AlltoAll",  "Gather", "Scatter"};
+                                  "ReduceScatter", "AlltoAll",  "Gather"};
 
 struct Collective {
   int kind, type, op, root;
@@ -876,7 +876,7 @@ EXPORT ncclResult_t ncclCommSplit(
   *out = nullptr;
   Comm parent = find(handle);
   if (!parent) return ncclInvalidArgument;
-  if (parent->aborted) return fail(ncclInvalidUsage, "the communicator was aborted");
+  if (parent->aborted) return fail(ncclInvalidUsage, "the communicator was aborted or revoked");
   if (parent->state == ncclInProgress) return fail(ncclInvalidArgument, "it is not ready");
   log(parent.get(), "split color %d key %d", color, key);
   if (ncclResult_t result = fault("split", parent)) return result;
@@ -1292,16 +1292,14 @@ void run_collective(ncclComm* comm, const Collective& what, void* to) {
     result.resize(bytes * comm->size);
     for (int rank = 0; rank < comm->size; rank++) read(rank, offset, result.data() + bytes * rank);
   };
-  auto read_root = [&](size_t offset) {
-    result.resize(bytes);
-    read(what.root, offset, result.data());
-  };
   switch (what.kind) {
     case kAllReduce: reduce_part(0); break;
     case kReduce: if (comm->rank == what.root) reduce_part(0); break;
     case kReduceScatter: reduce_part(bytes * comm->rank); break;
-    case kBroadcast: read_root(0); break;
-    case kScatter: read_root(bytes * comm->rank); break;
+    case kBroadcast:
+      result.resize(bytes);
+      read(what.root, 0, result.data());
+      break;
     case kGather: if (comm->rank == what.root) gather_parts(0); break;
     case kAllGather: gather_parts(0); break;
     case kAllToAll: gather_parts(bytes * comm->rank); break;
@@ -1505,7 +1503,6 @@ ncclResult_t real_collective(const Collective& what, void* to, ncclComm_t real,
     case kAllGather: return call("ncclAllGather", from, to, count, type, real, stream);
     case kAllToAll: return call("ncclAlltoAll", from, to, count, type, real, stream);
     case kGather: return call("ncclGather", from, to, count, type, what.root, real, stream);
-    case kScatter: return call("ncclScatter", from, to, count, type, what.root, real, stream);
   }
   return ncclInvalidUsage;
 }
@@ -1591,11 +1588,6 @@ EXPORT ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclD
 EXPORT ncclResult_t ncclGather(const void* from, void* to, size_t count, ncclDataType_t type,
                                int root, ncclComm_t comm, cudaStream_t stream) {
   return collective(comm, {kGather, type, 0, root, count, from, 1}, to, stream);
-}
-
-EXPORT ncclResult_t ncclScatter(const void* from, void* to, size_t count, ncclDataType_t type,
-                                int root, ncclComm_t comm, cudaStream_t stream) {
-  return collective(comm, {kScatter, type, 0, root, count, from, 1}, to, stream);
 }
 
 EXPORT ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer,
