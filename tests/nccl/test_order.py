@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -49,20 +48,9 @@ DELAY_S = 0.3
 """Seconds for which a thread of torch does not run."""
 BLOCKED_S = 2.0
 """Seconds after which a call that has not returned is blocked; it takes milliseconds."""
+SOON_S = 100.0
+"""Seconds within which a call returns that nothing blocks, also on a loaded machine."""
 bound_or_not = pytest.mark.parametrize("bound", [True, False])
-
-
-class Running:
-    """A call in a thread."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.thread = threading.Thread(target=call, daemon=True)
-        self.thread.start()
-
-    @property
-    def is_blocked(self) -> bool:
-        self.thread.join(BLOCKED_S)
-        return self.thread.is_alive()
 
 
 @bound_or_not
@@ -79,13 +67,14 @@ def test_the_lock_of_each_engine(engine: str, reloaded: bool, bound: bool, rank:
     device = torch.device("cuda", rank)
     backend = type(second._get_backend(device)).__name__  # type: ignore[attr-defined]
     shares = not reloaded and backend in nccl.SHARES_LOCK
-    with inject(Fault("nccl", "stall", operation="destroy")):
-        destroy = Running(first._managed.communicator.shutdown)  # type: ignore[attr-defined]
-        assert destroy.is_blocked
-        other = Running(lambda: second.allreduce([torch.ones(1, device=device)]))
-        assert other.is_blocked == shares
-    assert not destroy.is_blocked
-    assert not other.is_blocked
+    with ThreadPoolExecutor(2) as pool:
+        with inject(Fault("nccl", "stall", operation="destroy")):
+            destroy = pool.submit(first._managed.communicator.shutdown)  # type: ignore[attr-defined]
+            assert not wait([destroy], BLOCKED_S).done
+            other = pool.submit(second.allreduce, [torch.ones(1, device=device)])
+            returned = wait([other], BLOCKED_S if shares else SOON_S).done
+            assert bool(returned) != shares
+        assert not wait([destroy, other], SOON_S).not_done
 
 
 @pytest.mark.skipif(not HAS_NCCL2, reason="no engine of this torch shares a lock")

@@ -43,30 +43,6 @@ ROWS, COLUMNS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 bound_or_not = pytest.mark.parametrize("bound", [True, False])
 
 
-@pytest.mark.parametrize("how", ["eager", "canary", "recover"])
-@on_engines(2, RELOADPG_STANDIN_CONNECT="1")
-def test_ranks_may_use_connected_groups_in_different_orders(
-    engine: str, how: Any, rank: int
-) -> None:
-    """Two groups that two ranks use first in opposite orders hang in NCCL, unless connected."""
-    start(rank)
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
-    assert [summed(group, rank) for group in groups] == [3.0, 3.0]
-    if how == "recover":
-        reloadpg.recovery.recover("a test")
-    else:
-        reloadpg.offload()
-        reloadpg.reload(connect=how)
-    tensors = [torch.ones(1, device="cuda") for _ in groups]
-    works = [
-        dist.all_reduce(tensor, group=group, async_op=True)
-        for tensor, group in zip(tensors, groups[:: 1 - 2 * rank], strict=True)
-    ]
-    for work in works:
-        work.wait()
-    assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
-
-
 def total(ranks: list[list[int]], rank: int) -> float:
     """The sum of ``rank + 1`` over this rank's part."""
     return next(sum(part) + 2.0 for part in ranks if rank in part)

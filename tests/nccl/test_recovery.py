@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fault_job import RING, attempt, eventually
-from helpers.nccl_job import held, on_engines, start
-from helpers.nccl_job import summed as summed_ranks
+from helpers.nccl_job import held, on_engines, start, summed
 
 import reloadpg
 from reloadpg.environment import init_distributed
@@ -26,12 +25,6 @@ pytestmark = [
 LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=8)
 
 
-def summed(group: Any) -> float:
-    tensor = torch.ones(1, device="cuda")
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
-
-
 @on_engines(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_fault_before_the_first_collective_of_a_rebuilt_group_is_recovered(
@@ -41,12 +34,9 @@ def test_a_fault_before_the_first_collective_of_a_rebuilt_group_is_recovered(
 
     A recoverable job connects its groups in the reload: torch could not end their connection.
     """
-    torch.cuda.set_device(rank)
-    reloadpg.install(recoverable=True, timeout=60)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    start(rank, recoverable=True, timeout=LIMIT)
     group: Any = dist.new_group([0, 1])
-
-    assert summed(group) == 2.0
+    assert summed(group, rank) == 3.0
     reloadpg.offload()
     reloadpg.reload()
     if rank != victim:
@@ -54,11 +44,11 @@ def test_a_fault_before_the_first_collective_of_a_rebuilt_group_is_recovered(
         # keeps in the recovery, where it must connect within it.
         dist.distributed_c10d._set_pg_timeout(SHORT, group)
         with suppress(RuntimeError):
-            summed(group)
+            summed(group, rank)
     reloadpg.recovery.recover()
     dist.distributed_c10d._set_pg_timeout(LIMIT, group)
     for _ in range(2):
-        assert summed(group) == 2.0
+        assert summed(group, rank) == 3.0
         reloadpg.offload()
         reloadpg.reload()
 
@@ -84,7 +74,7 @@ def connections_fail(
     mine = [(group, sum(part) + len(part)) for group, part in groups if rank in part]
 
     def sums_right() -> bool:
-        return all(summed_ranks(group, rank) == total for group, total in mine)
+        return all(summed(group, rank) == total for group, total in mine)
 
     def call() -> None:
         if how == "recover":
