@@ -203,6 +203,9 @@ class Communicator:
     the timeouts of the backends that it knows. The transport has the timeout set by the first use.
     """
 
+    supports_splitting = False
+    """Not as the transport: with a bound default group, torch 2.15 would split that."""
+
     def __init__(self, info: GroupInfo, store: Store, settings: Settings) -> None:
         self.info = info
         self._store = store
