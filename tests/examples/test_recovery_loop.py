@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers import worlds
 from helpers.documents import ROOT, python_blocks
+from helpers.fault_job import meet
 
 import reloadpg
 from reloadpg.testing import run_ranks
@@ -63,12 +64,13 @@ class Training:
 FAULTS = ("", "begin of 0", "after the collectives of 2", "end of 3")
 
 
-def trained(_: int, __: int) -> list[tuple[list[Any], list[int], int]]:
+def trained(_: int, world_size: int) -> list[tuple[list[Any], list[int], int]]:
     """One training for each fault, one after the other in the same job."""
     reloadpg.install(backends={worlds.BACKEND}, recoverable=True)
     worlds.init()
     found = []
     for fault in FAULTS:
+        meet(fault or "no fault", world_size)  # a fault is of one training, on all ranks
         training = Training(fault)
         loop()(training.step, STEPS, training.save, training.restore)
         weights = [parameter.tolist() for parameter in training.model.parameters()]
