@@ -226,6 +226,38 @@ def test_a_long_wait_is_logged(
     assert all(line.endswith(" s for other ranks; see `reloadpg status`") for line in lines)
 
 
+@pytest.mark.usefixtures("silence")
+@pytest.mark.parametrize("ends", ["interrupted", "passed"])
+def test_a_rank_that_no_longer_polls_is_not_waited_for_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Rank 0 keeps the store for polling ranks, of which the key has the number."""
+    monkeypatch.setenv(LOG_WAIT, "0.1")  # it polls after that time
+    interrupt, polls = Interrupt(), threading.Event()
+
+    def answered(method: str, key: str) -> None:
+        if method == "add" and key.endswith("/polls") and not polls.is_set():
+            polls.set()
+            if ends == "interrupted":
+                interrupt.tell(KeyboardInterrupt())
+
+    job = tcp_job(2, {1: answered})
+
+    def body(rdv: Rendezvous) -> None:
+        with Round(rdv, "offload", ("enter",), FAR, interrupt) as round_:
+            round_.enter()
+            assert rdv.rank or polls.wait(SOON)
+            round_.barrier("enter", PLAN)
+
+    if ends == "passed":
+        assert job.run(body) == [None, None]
+    else:
+        assert isinstance(job.run(body, ranks=[1])[0], Interrupted)
+    assert polls.is_set()
+    rdv = job.ranks[1]
+    assert rdv.ask(lambda store: store.add(rdv.polls, 0), Deadline("polls", SOON)) == 0
+
+
 # -- failures --------------------------------------------------------------------------------------
 
 
