@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import worlds
-from helpers.fault_job import meet
+from helpers.fault_job import BOUND, meet
 from helpers.in_turn import variables
 
 import reloadpg
@@ -358,7 +358,7 @@ def test_a_group_that_does_not_connect_is_named_with_its_ranks_and_interfaces(
     started = dist.FileStore(os.path.join(os.environ["TMPDIR"], "started"), 4)
     meet("all have started", 4, LIMIT, started)
     fault = faults.Fault("connect", action, group="mesh_tp", rank=2, message="no route to host")
-    options: dict[str, Any] = {"init_timeout": 5}
+    options: dict[str, Any] = {"init_timeout": BOUND}
     if action == "raise":
         os.environ["NCCL_SOCKET_IFNAME"], options = "ib7", {"init_timeout": 60}
     with faults.inject(fault), pytest.raises(reloadpg.ReloadpgError) as caught:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from helpers.fault_job import (
+    BOUND,
     OFFLOAD_POINTS,
     RECOVER_POINTS,
     RELOAD_POINTS,
@@ -362,8 +363,6 @@ def program_on_nccl(seed: int, *, suspends: bool) -> Program:
     return Program(size, (Life(tuple(writer.steps), bound),), backend, options, variables)
 
 
-BOUND_ON_HOSTS = 5.0
-"""The library's timeout on two hosts, which an outage outlasts."""
 CUTS = ("use", *(p for p in (*OFFLOAD_POINTS, *RELOAD_POINTS, *RECOVER_POINTS) if "3" not in p))
 """Points at which the link between two hosts is cut; ``use`` is before a collective."""
 
@@ -386,7 +385,7 @@ def program_on_two_hosts(seed: int) -> tuple[Program, int, bool]:
     for _ in range(2):
         point = draw.choice([one for one in CUTS if "callbacks" not in one])
         writer.part(point.partition(".")[0], Fault(point, "cut", tuple(range(size))))
-    options = {"recoverable": True, "timeout": BOUND_ON_HOSTS}
+    options = {"recoverable": True, "timeout": BOUND}
     return Program(size, (Life(tuple(writer.steps)),), options=options), of_a_host, other_link
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch.distributed as dist
 from helpers import worlds
-from helpers.fault_job import base_store
+from helpers.fault_job import BOUND, base_store
 from helpers.jobs import TIMEOUT, start
 from helpers.tables import meet_at_rank_0, store_closed_by_rank_0, summed
 
@@ -60,9 +60,9 @@ def test_the_end_of_a_block_waits_for_ranks_that_are_still_in_it(rank, name, end
     """Rollouts differ in length: longer than an operation that all ranks begin together. A rank
     whose body has raised does not wait that long.
     """
-    start(timeout=60 if end == "timeout" else 4)
+    start(timeout=60 if end == "timeout" else BOUND)
     store = base_store().clone()
-    timeout = (4, 60)[rank] if end == "timeout" else None
+    timeout = (BOUND, 60)[rank] if end == "timeout" else None
     raised = ended = None
     try:
         with BLOCKS[name](timeout=timeout):
@@ -86,21 +86,21 @@ def test_the_end_of_a_block_waits_for_ranks_that_are_still_in_it(rank, name, end
         assert isinstance(raised, KeyError)
     else:
         assert isinstance(raised, reloadpg.RendezvousTimeoutError)
-        assert "rank 0 waited 4 s" in str(raised)
+        assert f"rank 0 waited {BOUND:g} s" in str(raised)
         assert "offloaded(timeout=...)" in str(raised)
     reloadpg.reload()
     assert _state() == "live"
 
 
 def _after_a_wait(act):
-    """Call a function when this rank's reload has waited for 6 s, or has ended; returns what ends
-    it.
+    """Call a function when this rank's reload has waited for longer than BOUND, or has ended;
+    returns what ends it.
     """
     ended = threading.Event()
 
     def watch():
         begun = None
-        while not ended.wait(0.1) and (begun is None or time.monotonic() < begun + 6):
+        while not ended.wait(0.1) and (begun is None or time.monotonic() < begun + BOUND + 2):
             running = reloadpg.status().running
             if begun is None and running is not None and running.waiting:
                 begun = time.monotonic()

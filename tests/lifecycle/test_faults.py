@@ -112,7 +112,7 @@ TABLES = {
     "each group of a reload": each_group("reload", 1),
     "each group of a reload, in parallel": each_group("reload", 8),
     "stalls": every_fault(STALLS, timeout=BOUND),
-    "link to the store": every_fault(CUT, PAIRS, timeout=2.0),
+    "link to the store": every_fault(CUT, PAIRS, timeout=BOUND),
 }
 DEFAULT = (
     "either operation after a failure",
