@@ -263,11 +263,15 @@ def test_no_other_thread_reads_the_status_during_an_operation(
         looks.append(threading.current_thread().name)
         return status()
 
-    def on_offload() -> None:
-        looks.clear()
-        dist.new_group([0])  # something to see, in the middle of an operation
+    def await_record() -> None:
         first = read(path)["time"]
         until(lambda: read(path)["time"] > first)
+
+    def on_offload() -> None:
+        await_record()  # a look that was due before the operation is over
+        looks.clear()
+        dist.new_group([0])  # something to see, in the middle of an operation
+        await_record()
         assert looks == []
 
     monkeypatch.setattr(reloadpg, "status", noted)
