@@ -438,28 +438,20 @@ def test_bad_input_is_refused_before_a_socket_is_opened_or_a_variable_written() 
 # the evaluator
 
 
-@pytest.mark.ranks(2, env={"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None})
-def test_an_evaluator_under_a_launcher_gets_a_gloo_group_once_and_one_log_line() -> None:
-    """With WORLD_SIZE > 1 and an address; a second call does nothing."""
-    records = Records()
-    assert reloadpg.environment.ensure_process_group()
-    assert not reloadpg.environment.ensure_process_group()
-    assert (dist.get_backend(), default_timeout()) == ("gloo", timedelta(seconds=60000))
-    assert [record.levelname for record in records.but_waits()] == ["INFO"]
-    reloadpg.environment.destroy_distributed()
-    reloadpg.environment.destroy_distributed()
-    assert not dist.is_initialized()
-
-
-@pytest.mark.ranks(2, env={**NOTHING})
-def test_an_evaluator_gets_a_group_under_any_launcher(rank: int) -> None:
-    """Here that of SLURM; a second program part that calls it adopts the group."""
+@pytest.mark.ranks(2, env=NOTHING)
+def test_an_evaluator_under_a_launcher_gets_a_gloo_group_once_and_one_log_line(rank: int) -> None:
+    """Here SLURM's; another part of the program that also calls it adopts the group."""
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": f"{rank}"}
+    records = Records()
     with variables({**step, "SLURM_PROCID": f"{rank}"}):
         assert environment.ensure_process_group()
-        assert summed(rank) == 1
         assert not environment.ensure_process_group()
+        assert (dist.get_backend(), default_timeout()) == ("gloo", timedelta(seconds=60000))
+        assert [record.levelname for record in records.but_waits()] == ["INFO"]
+        assert summed(rank) == 1
         environment.destroy_distributed()
+        environment.destroy_distributed()
+        assert not dist.is_initialized()
 
 
 @pytest.mark.ranks(1)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any
 
 import pytest
 
 from reloadpg.environment import resolve_mesh_dims
-from reloadpg.environment.mesh import MESH_ORDER
 from reloadpg.errors import InvalidOptionError
 
 GOOD = [
@@ -66,25 +63,3 @@ def test_dimensions_that_do_not_fit_the_world_are_refused_with_the_numbers(
     assert isinstance(caught.value, ValueError)
     for part in parts:
         assert part in str(caught.value)
-
-
-def test_every_mesh_of_up_to_64_ranks_follows_the_rules() -> None:
-    """For all factorisations: product, order, dropped sizes, and inference of -1."""
-    checked = 0
-    for world_size in (1, 2, 6, 8, 12, 64):
-        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        for sizes in itertools.product(divisors, repeat=4):
-            if math.prod(sizes) != world_size:
-                continue
-            dims = dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), sizes, strict=True))
-            resolved = resolve_mesh_dims(dims, world_size)
-            checked += 1
-            assert math.prod(resolved.values()) == world_size
-            assert sorted(resolved, key=MESH_ORDER.index) == list(resolved)
-            assert resolve_mesh_dims(resolved, world_size) == resolved
-            kept = {name for name, size in resolved.items() if size == 1}
-            assert kept <= {"dp_shard"}
-            assert ("dp_shard" in kept) == ((sizes[2] == 1 and sizes[3] > 1) or world_size == 1)
-            for name in dims:
-                assert resolve_mesh_dims({**dims, name: -1}, world_size) == resolved
-    assert checked > 150

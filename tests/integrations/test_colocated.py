@@ -318,22 +318,6 @@ def test_a_rank_needs_neither_engine_nor_saver() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_an_engine_that_one_rank_calls_on_the_devices_of_others() -> None:
-    """With a set of no group, each rank waits for all savers' pauses and for the engine's sleep."""
-    with a_side() as side:
-        engine = side.engine() if side.rank == 0 else None
-        rollout = colocated(engine, saver=side.bare, engine_groups="server")
-        for _ in range(CYCLES):
-            with rollout:
-                pass
-        steps = [*STEPS[:4], "reload engine's groups", *STEPS[4:6], "offload engine's groups"]
-        steps += STEPS[6:]
-        calls = ("wake engine", "put engine to sleep") if side.rank else ()
-        assert steps_of(rollout) == [step for step in steps if step not in calls]
-        side.check_live()
-
-
-@pytest.mark.ranks(2)
 def test_weights_are_copied_back_while_the_groups_are_reloaded() -> None:
     """After the saver's resume. Copy and reload begin, each waiting until the other has begun.
 
