@@ -290,15 +290,11 @@ def create(
 
     If it raises, this process has no group.
     """
-    several = environment.world_size > 1
-    if several:
-        select_interfaces(environment)
+    select_interfaces(environment)
     try:
         store = open_store(environment, request.init_timeout, request.operation)
         placement.use()
-        # If a peer dies between agreement and connection, this rank would wait for all of
-        # ``timeout``, which may be hours. So the groups are created within a round.
-        rendezvous, round_ = _join(request, environment, store if several else None)
+        rendezvous = _join(request, environment, store)
         timeout = request.timeout or tables.default_timeout(placement.backend)
         device = placement.device
 
@@ -314,7 +310,7 @@ def create(
 
         creation = _Creation(request, environment.rank, placement, timeout, sizes, own)
         with jobs.expecting(rendezvous):
-            mesh = creation.within(round_, create_world)
+            mesh = creation.within(rendezvous, create_world)
         store.set_timeout(timeout)
     except BaseException:
         restore_interfaces()
@@ -331,16 +327,11 @@ def create(
     return DistributedContext(environment, device, mesh, owned=True, own=own)
 
 
-def _join(
-    request: Request, environment: DistributedEnvironment, store: Store | None
-) -> tuple[Rendezvous, Round]:
-    """Take this process's place in the job, and enter the bring-up. Blocking, with a timeout.
-
-    Args:
-        store: the store of the job; None in a world of 1.
+def _join(request: Request, environment: DistributedEnvironment, store: Store) -> Rendezvous:
+    """Take this process's place in the job. Blocking, with a timeout.
 
     Returns:
-        The rendezvous, which the job uses from now on, and the bring-up.
+        The rendezvous, which the job uses from now on.
 
     Raises:
         DisagreementError: another process has this rank, or another world size. The ranks that
@@ -348,14 +339,13 @@ def _join(
     """
     rank, size = environment.rank, environment.world_size
     seconds = request.init_timeout.total_seconds()
-    root = None if store is None else lambda: store
-    rendezvous = Rendezvous(root, rank, size, watches=True)
-    if store is not None:
-        difference = claim_place(rendezvous.client, environment, request.operation, seconds)
-        if difference:
-            _refuse(request, rendezvous, difference)
-        rendezvous.count_job()  # before the others can count on this process
-    return rendezvous, Round.open(rendezvous, request.operation, _PHASES, seconds)
+    if size == 1:
+        return Rendezvous(None, rank, size, watches=True)
+    rendezvous = Rendezvous(lambda: store, rank, size, watches=True)
+    if difference := claim_place(rendezvous.client, environment, request.operation, seconds):
+        _refuse(request, rendezvous, difference)
+    rendezvous.count_job()  # before the others can count on this process
+    return rendezvous
 
 
 def _refuse(request: Request, rendezvous: Rendezvous, difference: str) -> NoReturn:
@@ -377,6 +367,9 @@ def _refuse(request: Request, rendezvous: Rendezvous, difference: str) -> NoRetu
 class _Creation:
     """Groups that a bring-up creates in a thread, within a round.
 
+    If a peer died between agreement and connection, this rank would otherwise wait for all of
+    ``timeout``, which may be hours.
+
     Attributes:
         own: the groups created since bring-up began.
         at: the current work, for messages.
@@ -390,11 +383,15 @@ class _Creation:
     own: OwnGroups
     at: str = "creating groups"
 
-    def within(self, round_: Round, first: Callable[[], object] | None = None) -> DeviceMesh | None:
-        """Agree, call ``first``, create the mesh and wait for all ranks.
+    def within(
+        self, rendezvous: Rendezvous, first: Callable[[], object] | None = None
+    ) -> DeviceMesh | None:
+        """Enter the bring-up, agree, call ``first``, create the mesh and wait for all ranks.
 
         On failure, the groups are aborted.
         """
+        seconds = self.request.init_timeout.total_seconds()
+        round_ = Round.open(rendezvous, self.request.operation, _PHASES, seconds)
         backend, sizes = self.placement.backend, self.sizes or {}
         mesh_dims = " x ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
         arguments = {"backend": backend, "mesh_dims": mesh_dims, "connect": self.request.connect}
@@ -475,10 +472,8 @@ def adopt(request: Request, world: ProcessGroup, own: OwnGroups) -> DistributedC
     if sizes is not None:
         placement = Placement(device, tables.backend_of(world))
         timeout = request.timeout or _timeout_of(world) or tables.default_timeout(placement.backend)
-        rendezvous, seconds = rendezvous_of(None, "init_distributed"), request.init_timeout
-        round_ = Round.open(rendezvous, request.operation, _PHASES, seconds.total_seconds())
         creation = _Creation(request, environment.rank, placement, timeout, sizes, own)
-        mesh = creation.within(round_)
+        mesh = creation.within(rendezvous_of(None, "init_distributed"))
     return DistributedContext(environment, device, mesh, owned=False, own=own)
 
 

@@ -22,6 +22,7 @@ from .identity import DistributedEnvironment, ip_of, write_variables
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
+_SYSFS = Path("/sys/class/net")
 _SIOCGIFADDR = 0x8915
 _INFINIBAND = "32"
 """The type of an interface in sysfs: ARPHRD_INFINIBAND."""
@@ -32,9 +33,7 @@ _applied = ExitStack()
 """The changes of bring-ups to ``os.environ`` that are not undone."""
 
 
-def select_interfaces(
-    environment: DistributedEnvironment, sysfs: Path = Path("/sys/class/net")
-) -> None:
+def select_interfaces(environment: DistributedEnvironment) -> None:
     """Set the interfaces of gloo and NCCL in a job of several hosts, where they are unset. Local.
 
     * ``NCCL_SOCKET_IFNAME`` is set, to one interface of this host: gloo uses that.
@@ -53,7 +52,7 @@ def select_interfaces(
         named = os.environ[NCCL_INTERFACE].removeprefix("=")
         found = named if has_address(named) else None
     else:
-        found = infiniband_interface(sysfs)
+        found = infiniband_interface()
     if found is None:
         unset = [name for name in unset if name == GLOO_INTERFACE]
         found = routing_interface(environment.master_addr) if unset else None
@@ -70,15 +69,15 @@ def restore_interfaces() -> None:
     _applied.close()
 
 
-def infiniband_interface(sysfs: Path) -> str | None:
+def infiniband_interface() -> str | None:
     """Return the first InfiniBand interface that is up and has an address. Local.
 
     None without such an interface. An address that is valid on its link alone does not count.
     """
     for _, name in sorted(socket.if_nameindex()):
         with suppress(OSError):  # it is not in this part of sysfs
-            kind = (sysfs / name / "type").read_text().strip()
-            state = (sysfs / name / "operstate").read_text().strip()
+            kind = (_SYSFS / name / "type").read_text().strip()
+            state = (_SYSFS / name / "operstate").read_text().strip()
             if kind == _INFINIBAND and state == "up" and has_address(name):
                 return name
     return None
@@ -86,8 +85,6 @@ def infiniband_interface(sysfs: Path) -> str | None:
 
 def has_address(interface: str) -> bool:
     """Whether this host has an interface of this name, with a usable address. Local."""
-    if interface not in {name for _, name in socket.if_nameindex()}:
-        return False
     return any(not ip_address(one).is_link_local for one in _addresses_of(interface))
 
 

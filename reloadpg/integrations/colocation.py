@@ -36,7 +36,7 @@ from ..extend import (
 )
 from ..reports import Report
 from ..settings import checked_attempts, seconds_or_none
-from .torch_memory_saver import MemorySaver
+from .torch_memory_saver import MemorySaver, checked_tags
 
 __all__ = ["ColocationError", "colocated"]
 
@@ -131,7 +131,7 @@ class colocated:  # noqa: N801 - used like a function
     ) -> None:
         self._seconds = seconds_or_none(timeout, "colocated(timeout)")
         self._attempts = checked_attempts(attempts)
-        self._wake_tags = _listed(wake_tags, "colocated(wake_tags")
+        self._wake_tags = checked_tags(wake_tags, "colocated(wake_tags")
         self._engine = None if engine is None else _Engine(engine, sleep_level, self._wake_tags)
         validate(connect)
         self._connect = connect
@@ -150,10 +150,9 @@ class colocated:  # noqa: N801 - used like a function
                     'own groups; nothing was changed. Pass the engine\'s set, such as "engine".'
                 )
         self._engine_groups = engine_groups
-        names = frozenset() if engine_groups is None else frozenset([engine_groups])
         if saver is not None and not isinstance(saver, MemorySaver):
             saver = MemorySaver(saver, sets=self._trainer_sets)
-        elif saver is not None and names and concerns(saver.sets, names):
+        elif saver is not None and engine_groups and concerns(saver.sets, [engine_groups]):
             raise InvalidOptionError(
                 f"colocated(engine_groups={engine_groups!r}): the memory saver also checks that "
                 'set; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
@@ -184,7 +183,7 @@ class colocated:  # noqa: N801 - used like a function
             ReloadpgError: called outside the block; nothing was changed.
             InvalidOptionError: ``tags`` is not a sequence of tags; nothing was changed.
         """
-        chosen = _listed(tags, "wake_up(tags")
+        chosen = checked_tags(tags, "wake_up(tags")
         self._check_inside("wake_up")
         if self._engine is not None:
             self._awake = True  # after a failure, too, the engine must be put to sleep
@@ -379,20 +378,6 @@ class colocated:  # noqa: N801 - used like a function
     def _log(self, failures: Failures) -> None:
         if failures:
             logger.error("%s", self._error("leave", failures))
-
-
-def _listed(tags: Any, where: str) -> list[str] | None:
-    """Tags as a list. A string is an error: it would be a sequence of letters."""
-    if tags is None:
-        return None
-    if isinstance(tags, Sequence) and not isinstance(tags, str):
-        listed = list(tags)
-        if all(isinstance(tag, str) for tag in listed):
-            return listed
-    raise InvalidOptionError(
-        f"{where}={tags!r}): not a sequence of tags; nothing was changed. Pass a list such as "
-        "['weights', 'kv_cache'], or None for all."
-    )
 
 
 class _Engine:

@@ -32,6 +32,20 @@ class MemorySaverError(ReloadpgError):
     """Groups and memory saver were used in the wrong order, or the saver failed."""
 
 
+def checked_tags(tags: object, where: str, least: int = 0) -> list[str] | None:
+    """Tags as a list; None for all. A string is an error: it would be a sequence of letters."""
+    if tags is None:
+        return None
+    if isinstance(tags, Sequence) and not isinstance(tags, str):
+        listed = list(tags)
+        if len(listed) >= least and all(isinstance(tag, str) for tag in listed):
+            return listed
+    raise InvalidOptionError(
+        f"{where}={tags!r}): not a sequence of tags; nothing was changed. Pass a list such as "
+        "['weights', 'kv_cache'], or None for all."
+    )
+
+
 class MemorySaver:
     """A wrapper around a memory saver that knows the state of the groups. Not thread-safe.
 
@@ -76,11 +90,7 @@ class MemorySaver:
         tags: Sequence[str] | None = None,
         sets: Iterable[str] | str | None = None,
     ) -> None:
-        if isinstance(tags, str) or (tags is not None and not tags):
-            raise InvalidOptionError(
-                f"MemorySaver(tags={tags!r}): not a sequence of tags; nothing was changed. Pass "
-                'for example ["default"], or None for all memory.'
-            )
+        named = checked_tags(tags, "MemorySaver(tags", least=1)
         if saver is None:
             name = "torch_memory_saver"
             install = f"{name} (or pass an object with its methods)"
@@ -93,14 +103,14 @@ class MemorySaver:
                 "object, or one with its methods."
             )
         self._saver = saver
-        self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
+        self._tags: tuple[str | None, ...] = (None,) if named is None else tuple(named)
         self._everything = False  # whether memory is paused, except the tags in _apart
         self._apart: set[str] = set()
         self._untracked = False
-        named = named_sets(() if sets is None else sets, "MemorySaver")
-        object.__setattr__(self, "sets", named)
+        checked = named_sets(() if sets is None else sets, "MemorySaver")
+        object.__setattr__(self, "sets", checked)
         refuse = partial(_refuse, ref(self))
-        self._watch = finalize(self, check_before("memory saver order", refuse, named))
+        self._watch = finalize(self, check_before("memory saver order", refuse, checked))
         self._watch.atexit = False
 
     def __getattr__(self, name: str) -> Any:

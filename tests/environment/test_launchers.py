@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.launching import NO_SLURM, launch, missing
+from helpers.launching import NO_SLURM, launch, missing, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +65,11 @@ def check_example(said: str, size: int) -> None:
     for rank in range(size):
         assert f"rank {rank} of {size} (" in said
     assert said.count(f" on cpu: {size}") == size
+
+
+def test_ranks_of_torchrun_meet_on_the_store_of_its_agent(tmp_path: Path) -> None:
+    torchrun(4, REPORT, tmp_path)
+    check(reports(tmp_path), "torchrun", 4)
 
 
 OPENMPI = missing("mpirun", "ompi_info")

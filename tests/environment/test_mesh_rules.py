@@ -19,6 +19,7 @@ GOOD = [
     ({"cp": 4}, 4, {"cp": 4}),
     ({"dp_replicate": -1, "tp": 2}, 8, {"dp_replicate": 4, "dp_shard": 1, "tp": 2}),
     ({"pp": -1}, 8, {"pp": 8}),
+    ({"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1}, 2, {"dp_replicate": 2}),
     (
         {"tp": 2, "ep": 2, "cp": 2, "dp_shard": 2, "dp_replicate": 2, "pp": 2},
         64,

@@ -111,11 +111,6 @@ def test_the_engine_of_trl_generates_with_the_trainers_groups_offloaded(
     assert generation.llm is llm
 
 
-def test_a_trainer_without_an_engine_is_refused() -> None:
-    with pytest.raises(reloadpg.errors.InvalidOptionError, match="no engine in this process"):
-        offloaded_generation(SimpleNamespace())
-
-
 class Workers:
     """A ``vllm.LLM`` whose only worker is this process."""
 
@@ -155,7 +150,9 @@ def test_the_groups_of_workers_are_offloaded_while_the_engine_sleeps() -> None:
     ]
 
 
-def test_workers_without_an_installation_are_refused() -> None:
+def test_engines_that_cannot_be_used_are_refused() -> None:
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="no engine in this process"):
+        offloaded_generation(SimpleNamespace())
     with pytest.raises(reloadpg.errors.InvalidOptionError, match="RELOADPG_AUTOINSTALL=1"):
         WorkerGroups(Workers())
     with pytest.raises(reloadpg.errors.InvalidOptionError, match="no collective_rpc"):
@@ -171,28 +168,39 @@ def test_workers_without_an_installation_are_refused() -> None:
 
 
 class Routes(BaseHTTPRequestHandler):
-    """The routes of vLLM's server that ``colocated`` needs; the server keeps the requests."""
+    """Routes of an engine's server, which keeps the requests."""
 
     def _respond(self) -> None:
-        route, _, query = self.path.partition("?")
-        if route in ("/is_sleeping", "/sleep", "/wake_up"):
-            self.server.calls.append(f"{self.command} {self.path}")
-            if route != "/is_sleeping":
-                self.server.sleeping = route == "/sleep" or query == "tags=weights"
-            status, body = self.server.status, {"is_sleeping": self.server.sleeping}
-        else:
-            status, body = 404, {}
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, body = self.answer(self.server, json.loads(sent) if sent else {})
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
     do_GET = do_POST = _respond
 
+    def answer(self, server: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and body of the response."""
+        raise NotImplementedError
+
     def log_message(self, *_: Any) -> None: ...
 
 
+class VllmRoutes(Routes):
+    """The routes of vLLM's server that ``colocated`` needs."""
+
+    def answer(self, server: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        route, _, query = self.path.partition("?")
+        if route not in ("/is_sleeping", "/sleep", "/wake_up"):
+            return 404, {}
+        server.calls.append(f"{self.command} {self.path}")
+        if route != "/is_sleeping":
+            server.sleeping = route == "/sleep" or query == "tags=weights"
+        return server.status, {"is_sleeping": server.sleeping}
+
+
 @contextmanager
-def serving(routes: type[BaseHTTPRequestHandler]) -> Iterator[Any]:
+def serving(routes: type[Routes]) -> Iterator[Any]:
     """An HTTP server with these routes, in a thread."""
     with HTTPServer(("127.0.0.1", 0), routes) as server:
         server.url = f"http://127.0.0.1:{server.server_port}"
@@ -208,7 +216,7 @@ def serving(routes: type[BaseHTTPRequestHandler]) -> Iterator[Any]:
 
 @pytest.fixture
 def server() -> Iterator[Any]:
-    with serving(Routes) as server:
+    with serving(VllmRoutes) as server:
         yield server
 
 
@@ -253,7 +261,7 @@ def test_a_server_that_refuses_or_is_not_there(server: Any) -> None:
         Server(url)
 
 
-class SglangRoutes(BaseHTTPRequestHandler):
+class SglangRoutes(Routes):
     """SGLang's routes (0.5.23), as strict as its scheduler: it ends where that one would.
 
     Attributes of the server: ``released`` tags, ``busy`` (how often a flush finds requests),
@@ -262,39 +270,30 @@ class SglangRoutes(BaseHTTPRequestHandler):
 
     TAGS = ("kv_cache", "weights", "cuda_graph")
 
-    def _respond(self) -> None:
-        server: Any = self.server
-        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        body = json.loads(sent) if sent else {}
-        tags = body.get("tags") or self.TAGS
+    def answer(self, server: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        tags, calls, state = body.get("tags") or self.TAGS, server.calls, reloadpg.status().state
         status = 500 if server.ended else 200
-        found: Any = {"message": "no"}
+        found: dict[str, Any] = {"message": "no"}
         if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
             status = 401
         elif self.path == server.info_route:
             found = {"enable_memory_saver": server.saves}
         elif self.path == "/abort_request" and body["abort_all"]:
-            server.calls.append(("abort", reloadpg.status().state))
+            calls.append(("abort", state))
         elif self.path == "/flush_cache":
             if server.busy:
                 server.busy, status = server.busy - 1, 400
         elif self.path == "/release_memory_occupation":
             server.ended = server.busy > 0 or bool(server.released.intersection(tags))
             server.released |= set(tags)
-            server.calls.append((f"release {len(tags)}", reloadpg.status().state))
+            calls.append((f"release {len(tags)}", state))
         elif self.path == "/resume_memory_occupation":
             server.ended = not server.released.issuperset(tags)
             server.released -= set(tags)
-            server.calls.append((f"resume {','.join(tags)}", reloadpg.status().state))
+            calls.append((f"resume {','.join(tags)}", state))
         else:
             status = 404
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(found).encode())
-
-    do_GET = do_POST = _respond
-
-    def log_message(self, *_: Any) -> None: ...
+        return status, found
 
 
 @contextmanager
@@ -352,7 +351,7 @@ def test_a_server_of_sglang_that_cannot_release_memory_is_refused() -> None:
         server.info_route = ""
         with pytest.raises(reloadpg.ReloadpgError, match=r"get_server_info failed: .*404"):
             sglang.Server(server.url)
-        with serving(Routes) as other, pytest.raises(reloadpg.ReloadpgError, match="404"):
+        with serving(VllmRoutes) as other, pytest.raises(reloadpg.ReloadpgError, match="404"):
             sglang.Server(other.url)
 
 
