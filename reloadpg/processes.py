@@ -28,13 +28,12 @@ def absence_of(pid: int, started: str) -> str:
     that cannot be looked up, such as when no file descriptor is left, counts as running.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, now = _state_and_start(pid)
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
     except OSError:
         return ""
-    state, *fields = stat.rpartition(")")[2].split()
-    if fields[18] != started:
+    if now != started:
         return "gone"
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
 
@@ -42,9 +41,14 @@ def absence_of(pid: int, started: str) -> str:
 def start_of(pid: int) -> str:
     """The start time of a process, in ticks since boot; empty if it has ended."""
     with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[19]
+        return _state_and_start(pid)[1]
     return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = stat.rpartition(")")[2].split()  # the name before it may have blanks
+    return fields[0], fields[19]
 
 
 def forked_holders() -> str:

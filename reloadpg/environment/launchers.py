@@ -129,8 +129,9 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
     4. a single process: rank 0 of 1. A warning names the variables if another launcher has set
        some (PMI, PMIx, MVAPICH2, LSF, ``PET_*``, ``JOB_COMPLETION_INDEX``).
 
-    Local and node ranks that are not set are inferred if that is certain: in a world of 1, and if
-    the ranks meet on the loopback interface. Otherwise they are None.
+    Local ranks that are not set are inferred if that is certain: in a world of 1, and if the ranks
+    meet on the loopback interface. Nodes that are not set are inferred if the ranks fill one node
+    after the other, with the same number on each. Otherwise they are None.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` are each used if set, with any launcher. Otherwise the ranks
     meet on the first host of SLURM's list, at a port derived from the ids of job and step. OpenMPI
@@ -265,9 +266,10 @@ def _from_row(row: Launcher, read: Variables, address: bool) -> DistributedEnvir
         local_rank = read.below(row.local_rank, limit, local_size or world_size)
     elif local_size in (1, world_size):
         local_rank = rank % local_size
-    if local_size is not None:
-        num_nodes = -(-world_size // local_size) if num_nodes is None else num_nodes
-        node_rank = min(rank // local_size, num_nodes - 1) if node_rank is None else node_rank
+    if local_size is not None and world_size % local_size == 0:
+        num_nodes = world_size // local_size if num_nodes is None else num_nodes
+        if node_rank is None and local_rank in (None, rank % local_size):
+            node_rank = rank // local_size
     host, port = _address(row, read, world_size, local_size) if address else (LOOPBACK, None)
     return DistributedEnvironment(
         source=row.source,

@@ -186,20 +186,3 @@ class VllmEngine:
         if name in self.fail:
             self.fail.remove(name)
             raise RuntimeError(f"{name} was made to fail")
-
-
-class SglangEngine:
-    """The same engine with SGLang's method names."""
-
-    def __init__(self, device: Device, log: list[str]) -> None:
-        self._engine = VllmEngine(device, log)
-
-    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
-        self._engine.wake_up(tags)
-
-    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
-        assert tags is None
-        self._engine.sleep(0)
-
-    def generate(self) -> str:
-        return self._engine.generate()

@@ -217,12 +217,16 @@ def test_the_calls_of_relax_are_accepted() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_default_group_is_rebuilt_with_the_timeout_registered_last() -> None:
-    """Registered before the patch, or while asleep; ``status`` shows it before the reload, too."""
+    """Registered before the patch, or while asleep; ``status`` shows it before the reload, too.
+
+    The patch uses an installation that exists.
+    """
     dist.init_process_group("gloo", timeout=GIVEN)
     register_default_process_group(timeout=GIVEN)
     register_default_process_group(timeout=REGISTERED.total_seconds())
     assert type(dist.group.WORLD) is dist.ProcessGroup
-    monkey_patch_torch_dist(backends={"gloo"})
+    reloadpg.install(backends={"gloo"}, world=False)
+    monkey_patch_torch_dist()
     for timeout in (REGISTERED, GIVEN):
         destroy_process_groups()
         if timeout is GIVEN:
