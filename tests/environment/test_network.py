@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import shutil
@@ -69,6 +70,9 @@ def enter_namespace(rank: int) -> None:
         assert libc.setns(namespace.fileno(), NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
 
 
+numbers = itertools.count()
+
+
 def bring_up(end: str, look: Callable[[], None]) -> None:
     """Come up, look, and end like this."""
     options: dict[str, Any] = {"init_timeout": 60}
@@ -93,7 +97,7 @@ def bring_up(end: str, look: Callable[[], None]) -> None:
         value = torch.ones(1)
         dist.all_reduce(value)
         assert value.item() == 2
-        meet("both have the sum", 2)  # gloo breaks it if a peer aborts right after it
+        meet(f"both have summed {next(numbers)}", 2)  # an abort can break the peer's sum
         if end == "exception":
             raise ValueError("on all ranks")
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,86 +134,51 @@ def test_the_engine_generates_in_three_rollouts_with_nothing_of_the_trainer_on_t
         assert str(rollout.reload_report).startswith("reload:")
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("step", "name", "log"),
-    [
-        ("wake_up", "wake engine", ["callback", "pause", "wake_up", "sleep 1", "resume"]),
-        ("pause", "pause saver", ["callback"]),
-        ("answer", "put engine to sleep", ["callback", "pause", "wake_up", "sleep 1", "resume"]),
-    ],
-)
-def test_a_step_that_fails_is_named_with_its_cause_and_the_state(
-    step: str, name: str, log: list[str]
-) -> None:
-    """It fails on rank 1 alone. The steps back are made, and the groups are live on both ranks.
-
-    ``restore()`` does what is left.
-    """
-    with a_side() as side:
-        engine = side.engine()
-        rollout = colocated(engine, saver=side.bare)
-        body = False
-        if side.rank == 1:
-            (side.bare.fail if step == "pause" else engine.fail).append(step)
-            with pytest.raises(ColocationError) as caught, rollout:
-                body = True
-            assert body is (step == "answer")
-            ((failed, cause),) = caught.value.failures
-            kind = "MemorySaverError" if step == "pause" else "RuntimeError"
-            assert (failed, type(cause).__name__) == (name, kind)
-            assert f"{name}: " in str(caught.value)
-            assert "State now: groups live, saver active" in str(caught.value)
-            assert f"engine {'awake' if body else 'asleep'}" in str(caught.value)
-            assert caught.value.__cause__ is cause
-            assert caught.value.colocation is rollout
-            assert side.log == [*log, "rebuilt"]
-        else:
-            with rollout:
-                body = True
-            assert body
-        assert reloadpg.status().state == "live"
-        if step != "answer" or side.rank == 1:  # otherwise no collective step is left
-            rollout.restore()
-        side.check_restored(rollout, engine)
+ENGINE = ["put engine to sleep: RuntimeError"]
+OFFLOADED = "groups offloaded, saver paused (*), engine"
+SAVER = ["resume saver: MemorySaverError", "reload groups: ReloadpgError"]
+PEER = ["reload groups: PeerFailedError"]
+FAILURES: dict[str, tuple[list[str], list[str], str]] = {
+    "wake_up": (["wake engine: RuntimeError"], [], "groups live, saver active, engine asleep"),
+    "pause": (["pause saver: MemorySaverError"], [], "groups live, saver active, engine asleep"),
+    "answer": (ENGINE, [], "groups live, saver active, engine awake"),
+    "resume": (SAVER, PEER, f"{OFFLOADED} asleep, weights not copied back"),
+    "sleep": ([*ENGINE, *SAVER], PEER, f"{OFFLOADED} awake, weights not copied back"),
+}
+"""By the call that fails on rank 1: the failures there and on rank 0, and the state told there."""
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("step", "before", "engine_is"),
-    [("resume", [], "asleep"), ("sleep", [("put engine to sleep", "RuntimeError")], "awake")],
-)
-def test_a_saver_that_cannot_resume_fails_the_reload_on_all_ranks(
-    step: str, before: list[tuple[str, str]], engine_is: str
-) -> None:
-    """By itself, or because the engine keeps its memory; no rank waits.
+@pytest.mark.parametrize("step", FAILURES)
+def test_a_step_that_fails_is_named_with_its_cause_and_the_state(step: str) -> None:
+    """The other steps are made. Where the saver cannot resume, by itself or because the engine
+    keeps its memory, the reload fails on all ranks: no rank waits.
 
-    Each rank names its own part, and ``restore()`` on both restores the state. Until then nothing
-    is copied to memory that is paused.
+    ``restore()`` on both ranks does what is left. Nothing is copied to memory that is paused.
     """
+    mine, peers, state = FAILURES[step]
     with a_side() as side:
+        expected = mine if side.rank == 1 else peers
         engine = side.engine()
-        copy_back = (lambda: side.log.append("copy")) if step == "resume" else None
+        copy_back = partial(side.log.append, "copy")
         rollout = colocated(engine, saver=side.bare, copy_back=copy_back)
         if side.rank == 1:
-            (side.bare.fail if step == "resume" else engine.fail).append(step)
-        with pytest.raises(ColocationError) as caught, rollout:
-            pass
-        failures = [(name, type(cause).__name__) for name, cause in caught.value.failures]
-        if side.rank == 0:
-            assert failures == [("reload groups", "PeerFailedError")]
-        else:
-            saver = [("resume saver", "MemorySaverError"), ("reload groups", "ReloadpgError")]
-            assert failures == [*before, *saver]
-            state = f"State now: groups offloaded, saver paused (*), engine {engine_is}"
-            assert state in str(caught.value)
-            assert ("weights not copied" in str(caught.value)) == (step == "resume")
-            assert "call restore()" in str(caught.value)
-        assert reloadpg.status().state == "offloaded"
-        copies = int(step == "resume")
-        assert side.log.count("copy") == copies * (1 - side.rank)
+            (side.bare.fail if step in ("pause", "resume") else engine.fail).append(step)
+        body = False
+        with pytest.raises(ColocationError) if expected else nullcontext() as caught, rollout:
+            body = True
+        assert body == (side.rank == 0 or step not in ("wake_up", "pause"))
+        assert reloadpg.status().state == ("live" if "live" in state else "offloaded")
+        assert side.log.count("copy") == (side.rank == 0 or "live" in state)
+        if expected:
+            error, causes = caught.value, caught.value.failures
+            assert [f"{name}: {type(cause).__name__}" for name, cause in causes] == expected
+            assert (error.__cause__, error.colocation) == (causes[0][1], rollout)
+            assert f"{causes[0][0]}: {type(causes[0][1]).__name__}: " in str(error)
+            assert side.rank == 0 or f"State now: {state}" in str(error)
+            assert "call restore()" in str(error)
         rollout.restore()
-        assert side.log.count("copy") == copies
+        assert side.log.count("copy") == 1
         side.check_restored(rollout, engine)
 
 
