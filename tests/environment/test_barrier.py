@@ -49,7 +49,7 @@ def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(rank: int)
 
 
 @pytest.mark.ranks(1, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-def test_a_barrier_without_a_group_or_with_a_bad_timeout_is_refused() -> None:
+def test_a_barrier_without_a_group_or_with_a_bad_argument_is_refused() -> None:
     """The launcher has two ranks: without a group it is an error, not a barrier of one."""
     for group in ("foo", 0, [0, 1]):
         with pytest.raises(reloadpg.errors.InvalidOptionError, match=r"barrier\(group="):
@@ -59,10 +59,6 @@ def test_a_barrier_without_a_group_or_with_a_bad_timeout_is_refused() -> None:
             reloadpg.errors.InvalidOptionError, match=r"example barrier\(.*timeout=60, group=group"
         ):
             environment.barrier(reason)  # type: ignore[arg-type]
-    for timeout in (0, -1, float("inf"), float("nan"), "5", True, timedelta(0)):
-        with pytest.raises(reloadpg.errors.InvalidOptionError) as caught:
-            environment.barrier("x", timeout=timeout)  # type: ignore[arg-type]
-        assert isinstance(caught.value, ValueError)
     with pytest.raises(reloadpg.ReloadpgError, match=r"Call .*init_distributed\(\) first"):
         environment.barrier("x", timeout=5)
 

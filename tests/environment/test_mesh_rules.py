@@ -35,8 +35,6 @@ BAD = [
     ({"pp": 4, "tp": 4}, 8, ["product of the sizes is 16", "world_size=8"]),
     ({"tp": 16, "dp_shard": -1}, 8, ["world_size=8", "16"]),
     ({"tp": -2}, 8, ["tp=-2"]),
-    ({"tp": 2.0}, 8, ["tp=2.0"]),
-    ({"tp": True}, 8, ["tp=True"]),
     ({"dp": 2, "tp": 2}, 8, ["product of the sizes is 4", "world_size=8"]),
     ({"dp": 1}, 8, ["product of the sizes is 1"]),
     ({}, 0, ["world_size=0"]),
