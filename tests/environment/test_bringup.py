@@ -356,7 +356,7 @@ def test_a_group_that_does_not_connect_is_named_with_its_ranks_and_interfaces(ra
     meet("all have started", 4, LIMIT, started)
     fault = faults.Fault("connect", "stall", group="mesh_tp", rank=2)
     with faults.inject(fault), pytest.raises(reloadpg.RendezvousTimeoutError) as caught:
-        reloadpg.environment.init_distributed("sim", mesh_dims=MESH, init_timeout=15)
+        reloadpg.environment.init_distributed("sim", mesh_dims=MESH, init_timeout=BOUND)
     assert "Ranks 2-3 did not finish their own work" in str(caught.value)
     said = "connecting 'mesh_tp' of ranks 2-3 (sim) over 'ib7' and 'lo'"
     assert said in str(caught.value)
