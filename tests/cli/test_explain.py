@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from cli.cli_process import LIMIT, called, command, decoded, environment
+from helpers.sampling import sampled
 
 import reloadpg
 from reloadpg.cli import main
@@ -399,7 +400,7 @@ def test_programs_for_gpus_run_to_their_end_on_the_devices_that_are_there(name, 
 
 
 @pytest.mark.skipif(torch.accelerator.device_count() > 0, reason="for machines without a GPU")
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", sampled(SHAPES, "tensor parallel"))
 def test_a_program_that_needs_a_missing_device_gets_one_sentence(name, tmp_path):
     """Which says where to run it. Also one that checks, and ends without an error."""
     (tmp_path / "train.py").write_text(SHAPES[name][0])
@@ -451,22 +452,22 @@ def test_a_script_is_ended_at_the_time_limit(tmp_path, explained):
             assert psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("import sys\nsys.exit(3)\n", "the script called sys.exit(3)"),
-        ("import os\nos._exit(7)\n", "the script ended its process (exit code 7)"),
-        ("import os\nos.abort()\n", "the script ended its process (exit code -6)"),
-    ],
-)
-def test_a_script_that_creates_no_group_is_exit_code_1(tmp_path, text, error):
+ENDS = {
+    "sys.exit(3)": "the script called sys.exit(3)",
+    "os._exit(7)": "the script ended its process (exit code 7)",
+    "os.abort()": "the script ended its process (exit code -6)",
+}
+
+
+@pytest.mark.parametrize("end", sampled(ENDS, "os._exit(7)"))
+def test_a_script_that_creates_no_group_is_exit_code_1(tmp_path, end):
     """Its exit code is named. Here the script is a module."""
-    (tmp_path / "nothing.py").write_text(text)
+    (tmp_path / "nothing.py").write_text(f"import os, sys\n{end}\n")
     code, page = called("explain", "-m", "nothing", "--world-size", "2", cwd=tmp_path)
     assert code == 1
     assert "created no process group" in page
     assert "Groups in other processes that the script starts are not recorded" in page
-    assert error in page
+    assert ENDS[end] in page
     assert "ran: what it would receive" not in page
 
 
@@ -477,6 +478,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_the_command(tmp_path):
     """Also if that is killed."""
     (tmp_path / "train.py").write_text(ENDS_WITH_ITS_COMMAND)
