@@ -11,9 +11,11 @@ from helpers import worlds
 from helpers.fault_job import ALLOWANCE, BOUND, Job, attempt, eventually
 
 import reloadpg
+from reloadpg.lifecycle.destroy import Releases
 from reloadpg.lifecycle.job import jobs
 from reloadpg.rendezvous.round import Round
 from reloadpg.testing import faults, simulated
+from reloadpg.threads import CancelToken
 
 
 @pytest.mark.slow
@@ -143,6 +145,17 @@ def test_the_communicators_of_a_failed_operation_are_aborted_in_parallel():
     assert jobs.known is not None
     assert jobs.known.unfinished == []  # entries do not accumulate
     reloadpg.reload()
+    job.assert_live()
+
+
+@pytest.mark.ranks(2)
+def test_a_release_that_was_abandoned_before_it_began_changes_nothing():
+    """Its thread may reach the group after the operation has failed."""
+    job, current = Job(subgroups=[(0, 1)]), jobs.current("test")
+    assert current is not None
+    wanted = CancelToken()
+    wanted.cancel()
+    Releases(current).destroy(job.groups["g0"]._managed, wanted, 0)
     job.assert_live()
 
 
