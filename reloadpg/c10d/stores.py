@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from types import FunctionType
 from typing import Any, cast
 
@@ -22,6 +23,9 @@ _RANKS_PER_ROOT = 128
 _HAS_NCCL2 = hasattr(_c10d, "ProcessGroupNCCL2")
 _NEEDED = ("add", "clone", "compare_set", "set", "wait")
 _LISTENS_S = 5.0
+_ATTEMPTS = timedelta(seconds=4)
+"""Less than the exit of the interpreter waits for a thread before it shuts the connections."""
+
 IDLE_S = 10.0
 """Seconds without a request after which a connection may have been reset."""
 
@@ -74,15 +78,19 @@ def fake_store() -> Store:
     return FakeStore()
 
 
-def clone_store(store: Store, *, again: bool = False) -> Store:
+def clone_store(
+    store: Store, *, again: bool = False, stopped: Callable[[], object] = lambda: None
+) -> Store:
     """Return a client of the same store with a separate connection. Blocking.
 
     A blocking wait holds the lock of its client, so each thread needs a separate client.
 
     Args:
-        again: whether the server may have ended since the first connection. Nothing ends torch's
-            attempts to connect to a server that does not listen; they can make the end of the
-            process a SIGABRT.
+        again: whether the server may have ended or stopped since the first connection. Nothing ends
+            torch's attempts to connect to such a server for the timeout of the store; they can make
+            the end of the process a SIGABRT. So a client with a short timeout connects before: it
+            makes no further attempt after :func:`shut_store_connections`.
+        stopped: called before the clone; raises if it is not wanted any more.
 
     Raises:
         ReloadpgError: the class of the store lacks methods.
@@ -101,6 +109,9 @@ def clone_store(store: Store, *, again: bool = False) -> Store:
             socket.create_connection((own.host, own.port), _LISTENS_S).close()
         except OSError as error:
             raise RuntimeError(f"no server listens at {own.host}:{own.port}: {error}") from None
+        with suppress(RuntimeError):  # a look-up of the host's name may take longer
+            TCPStore(own.host, own.port, timeout=_ATTEMPTS, wait_for_workers=False)
+    stopped()
     return cast(Store, cast(Any, store).clone())
 
 

@@ -69,7 +69,7 @@ class _Connection(LibraryThread):
     def __init__(self, root: Root, *, again: bool) -> None:
         super().__init__(name="reloadpg-store", daemon=True)
         self._root, self._again = root, again
-        self._used = 0.0
+        self._used, self._interrupted = 0.0, False
         self._requests: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._requests = SimpleQueue()
         self._store: Store | None = None
@@ -87,10 +87,14 @@ class _Connection(LibraryThread):
 
     def _reply(self, question: Callable[[Store], T]) -> T:
         if self._store is None:
-            self._store = stores.clone_store(self._root(), again=self._again)
+            self._store = stores.clone_store(self._root(), again=self._again, stopped=self._check)
         reply = question(self._store)
         self._used = time.monotonic()
         return reply
+
+    def _check(self) -> None:
+        if self._interrupted:
+            raise RuntimeError("the process ends")
 
     def send(self, question: Callable[[Store], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -113,6 +117,7 @@ class _Connection(LibraryThread):
 
     def interrupt(self) -> None:
         """Make the current request return, since the process ends. Local, non-blocking."""
+        self._interrupted = True
         with suppress(RuntimeError):  # the job has ended
             stores.shut_store_connections(self._root() if self._store is None else self._store)
 
@@ -132,7 +137,7 @@ class StoreClient:
 
     def __init__(self, root: Root | None, rank: int = 0, peers: Peers | None = None) -> None:
         self._root, self._rank, self._peers = root, rank, peers
-        self._connected = False
+        self._again = False
         self._own = HashStore()
         self._connection: _Connection | None = None
 
@@ -179,7 +184,8 @@ class StoreClient:
         """Send a request once."""
         connection, self._connection = self._connection, None
         if connection is None or not connection.is_alive():
-            connection = _Connection(cast(Root, self._root), again=self._connected)
+            connection = _Connection(cast(Root, self._root), again=self._again)
+            self._again = True
         answer, works = connection.send(question), False
         try:
             self._await(answer, deadline, stopped)
@@ -188,7 +194,7 @@ class StoreClient:
             # After any error or interrupt, the abandoned request may hold the lock of the client.
             # A signal handler may have asked, too.
             if works and self._connection is None:
-                self._connection, self._connected = connection, True
+                self._connection = connection
             else:
                 connection.dismiss()
         error = answer.exception()

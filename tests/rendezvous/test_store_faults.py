@@ -182,7 +182,7 @@ print(store.port, flush=True)
 sys.stdin.read()
 """
 CLIENT = """
-import atexit, sys, threading
+import atexit, os, signal, sys, threading, time
 left = lambda: [one.name for one in threading.enumerate() if one.name == "reloadpg-store"]
 atexit.register(lambda: print("left", left(), flush=True))  # after those of reloadpg
 import torch.distributed as dist
@@ -190,6 +190,11 @@ from reloadpg import threads
 from reloadpg.rendezvous.store_client import StoreClient
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 client = StoreClient(lambda: store)
+class Last:
+    def __del__(self, kill=os.kill, host=int(sys.argv[2]), go=signal.SIGCONT, sleep=time.sleep):
+        kill(host, go)  # in the finalization
+        sleep(1)
+sys.modules["last"] = Last()
 client.ask(lambda own: own.add("n", 1), threads.Deadline("first", 60))
 print("connected", flush=True)
 sys.stdin.readline()
@@ -211,11 +216,15 @@ except RuntimeError as error:
 
 
 def lines_of(client: str, number: int) -> list[str]:
-    """What a client of a store prints that ends after the store's server has got a signal."""
+    """What a client of a store prints that ends after the store's server has got a signal.
+
+    A stopped server continues while the client is finalized.
+    """
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SERVER], **pipes) as server:
         try:
-            command = [sys.executable, "-c", CLIENT + client, server.stdout.readline().strip()]  # type: ignore[union-attr]
+            port = server.stdout.readline().strip()  # type: ignore[union-attr]
+            command = [sys.executable, "-c", CLIENT + client, port, f"{server.pid}"]
             with subprocess.Popen(command, **pipes, stderr=subprocess.PIPE) as process:
                 try:
                     assert process.stdout.readline() == "connected\n"  # type: ignore[union-attr]
@@ -233,8 +242,8 @@ def lines_of(client: str, number: int) -> list[str]:
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_can_exit_while_a_connection_is_being_made(end: int) -> None:
     """Torch's call would return while the interpreter is finalized, which is a SIGABRT."""
-    *shown, _ = lines_of(CONNECTS, end)
-    assert len(shown) == 2
+    *shown, left = lines_of(CONNECTS, end)
+    assert (len(shown), left) == (2, "left []")
     if end == signal.SIGKILL:
         assert "no server listens" in "".join(shown)
 
