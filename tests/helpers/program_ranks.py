@@ -729,6 +729,7 @@ def _check_others(step: Step, fault: Fault, seen: Seen) -> None:
     assert any(seen.names(rank) for rank in fault.ranks)
     if fault.action == "stall":
         assert seen.kind == "RendezvousTimeoutError"
+        assert ("recover" if step.do == "recover" else "install") + "(timeout=...)" in seen.text
     elif seen.kind != "RebuildError" or (fault.action == "raise" and len(fault.ranks) == 1):
         assert seen.kind == "PeerFailedError"
         assert seen.rank in fault.ranks
