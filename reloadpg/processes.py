@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -94,11 +95,22 @@ def _sockets(pid: str) -> dict[str, int]:
 
 def _is_connection(fd: int) -> bool:
     """Whether a descriptor of this process is a connection of TCP."""
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-        return duplicate.family in (socket.AF_INET, socket.AF_INET6) and bool(
-            duplicate.getpeername()
-        )
+    with suppress(OSError), socket_of(fd) as one:
+        return one.family in (socket.AF_INET, socket.AF_INET6) and bool(one.getpeername())
     return False
+
+
+@contextmanager
+def socket_of(fd: int) -> Iterator[socket.socket]:
+    """A duplicate of a socket of this process. Raises OSError if the descriptor is none."""
+    copy = os.dup(fd)
+    try:
+        duplicate = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with duplicate:
+        yield duplicate
 
 
 class Peers:

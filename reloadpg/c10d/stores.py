@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ from torch.distributed import DistNetworkError, PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as _c10d
 
 from ..errors import ReloadpgError
+from ..processes import socket_of
 from .tables import is_known, store_of
 
 _RANKS_PER_ROOT = 128
@@ -177,12 +177,9 @@ def shut_store_connections(store: Store) -> None:
     """
     port = getattr(unprefixed(store), "port", None)
     for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as duplicate:
-                if duplicate.getpeername()[1:2] == (port,):
-                    duplicate.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError), socket_of(int(name)) as one:
+            if one.getpeername()[1:2] == (port,):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int) -> list[str]:
