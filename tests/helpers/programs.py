@@ -155,9 +155,9 @@ class Program:
     size: int
     lives: tuple[Life, ...]
     backend: str = "sim"
-    eager: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    eager: bool = field(default=True, kw_only=True)
 
     @property
     def on_nccl(self) -> bool:
