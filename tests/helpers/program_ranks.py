@@ -236,7 +236,8 @@ class Player:
         if step.fault is not None and step.has("die"):
             self._alive = [rank for rank in self._alive if rank not in step.fault.ranks]
         begun = time.monotonic()
-        faulthandler.dump_traceback_later(ALLOWANCE / 2)  # the report shows where a rank has waited
+        # Not before the step is too long: the dump of a thread that runs can end the process.
+        faulthandler.dump_traceback_later(ALLOWANCE)
         seen = attempt(partial(getattr(self, f"_{step.do}"), *step.args))
         faulthandler.cancel_dump_traceback_later()
         where = f"{step} of {self.program}: {seen}"
