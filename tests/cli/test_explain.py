@@ -125,6 +125,7 @@ def test_nccl_groups_are_explained_by_the_requested_backend(tmp_path):
 SLIME = Path(reloadpg.__file__).parents[1] / "examples" / "slime_sequence.py"
 
 
+@pytest.mark.slow
 def test_a_default_group_that_the_script_selects_later_is_reloadable():
     """slime registers it after its creation, and the example destroys it at its end. The groups of
     this process are fake: the library does not say that their backend is not selected.

@@ -294,6 +294,7 @@ int main() {
 """
 
 
+@pytest.mark.slow
 def test_memory_is_accessed_at_aligned_addresses(tmp_path: Path) -> None:
     """Linux delays an atomic access across cache lines: tens of seconds on a loaded machine."""
     (tmp_path / "ranks.cpp").write_text(RANKS_AS_THREADS)
